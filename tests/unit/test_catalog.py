@@ -29,14 +29,14 @@ def test_every_definition_is_in_its_list() -> None:
 def test_no_name_is_another_s_namespace() -> None:
     """OpenTelemetry's rule: `a.b` and `a.b.c` cannot both be names; nor do two metrics share a family of Prometheus."""
     for definitions in (catalog.METRICS, catalog.EVENTS, catalog.SPANS):
-        names = [one.name for one in definitions]
+        names = [entry.name for entry in definitions]
         assert len(names) == len(set(names))
         within = {(name, other) for name in names for other in names if other.startswith(f"{name}.")}
         assert within <= {("torchobs.steps", f"torchobs.steps.{name}") for name in ("planned", "resumed_from")}
         assert [name for name in names if not name.startswith(("torchobs.", "hw.", "system."))] == []
     families = [metric.prometheus for metric in catalog.METRICS]
-    families += [one.prometheus.removesuffix("_total") for one in catalog.METRICS if one.kind is Kind.COUNTER]
-    histograms = [one.prometheus for one in catalog.METRICS if one.kind is Kind.HISTOGRAM]
+    families += [entry.prometheus.removesuffix("_total") for entry in catalog.METRICS if entry.kind is Kind.COUNTER]
+    histograms = [entry.prometheus for entry in catalog.METRICS if entry.kind is Kind.HISTOGRAM]
     families += [name + suffix for name in histograms for suffix in ("_bucket", "_count", "_sum")]
     assert [name for name, count in Counter(families).items() if count > 1] == []
 

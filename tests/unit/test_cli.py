@@ -188,9 +188,9 @@ def test_the_trial_is_judged(tmp_path: Path) -> None:
         first = next(doctor.evaluate(report, status, said))
         assert first.status == expected
         assert said.rpartition("\n")[2] in first.text
-    for printed, seen in (("None 0\n", 1), ("hello from sitecustomize\nNone 0\n", 1), ("x\n", 0)):
+    for printed, count in (("None 0\n", 1), ("hello from sitecustomize\nNone 0\n", 1), ("x\n", 0)):
         names = [check.name for check in doctor.evaluate(trained[5], 0, "", printed)]
-        assert names.count("gpus of torch") == seen, "only a last line of two words is what torch says"
+        assert names.count("gpus of torch") == count, "only a last line of two words is what torch says"
     (check,) = doctor.selftest([str(tmp_path / "read-only")])
     assert (check.status, check.text.startswith("no place for a trial"), "TMPDIR" in check.remedy) == (WARN, True, True)
 

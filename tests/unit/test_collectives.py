@@ -20,14 +20,14 @@ GLOO: dict[str, Any] = json.loads((Path(__file__).parent / "golden" / "flight_re
 """Recorded by rank 0 of two with torch 2.13 on a CPU: it waits in an all-reduce and a broadcast of the default group."""
 
 
-def nccl_entry(number: int, **given: Any) -> dict[str, Any]:
+def nccl_entry(number: int, **changes: Any) -> dict[str, Any]:
     """An entry as NCCL's recorder writes it, by torch/csrc/distributed/c10d/FlightRecorder.hpp of torch 2.5 (version 2.4)."""
     return {
         "record_id": number, "pg_id": 0, "process_group": ["0", "default_pg"], "collective_seq_id": number, "p2p_seq_id": 0,
         "op_id": number, "profiling_name": "nccl:all_reduce", "time_created_ns": 1_730_000_000_000_000_000 + number,
         "input_sizes": [[3, 4]], "input_dtypes": ["Float"], "output_sizes": [[3, 4]], "output_dtypes": ["Float"],
         "state": "completed", "time_discovered_started_ns": 1, "time_discovered_completed_ns": 2, "retired": True,
-        "timeout_ms": 600_000, "is_p2p": False, "duration_ms": 0.25, **given,
+        "timeout_ms": 600_000, "is_p2p": False, "duration_ms": 0.25, **changes,
     }  # fmt: skip
 
 
@@ -55,19 +55,19 @@ def test_dumps_of_gloo_and_nccl_are_understood() -> None:
     """Gloo's state stays at scheduled for ever: what has come back is retired. Of NCCL the state counts."""
     dump = understood(pickle.dumps(GLOO))
     assert dump.groups == {0: GroupStatus(4, 2), 1: GroupStatus(1, 1)}
-    assert [(one.group.name, one.kind, one.pending, one.size) for one in dump.operations] == [
+    assert [(operation.group.name, operation.kind, operation.pending, operation.size) for operation in dump.operations] == [
         ("0", "all_reduce", False, 4000),
         ("1", "all_gather", False, 12),
         ("0", "barrier", False, 0),
         ("0", "all_reduce", True, 4000),
         ("0", "broadcast", True, 4000),
     ]
-    assert [one.record for one in dump.operations] == [0, 1, 2, 3, 4]
-    assert {one.duration_s for one in dump.operations} == {None}
-    assert {one.group.attributes["group"].partition(":")[0] for one in dump.operations} == {"default", "mesh_tp"}
+    assert [operation.record for operation in dump.operations] == [0, 1, 2, 3, 4]
+    assert {operation.duration_s for operation in dump.operations} == {None}
+    assert {operation.group.attributes["group"].partition(":")[0] for operation in dump.operations} == {"default", "mesh_tp"}
     dump = understood(pickle.dumps(NCCL))
     assert dump.groups == {0: GroupStatus(3, 2)}
-    assert [(one.kind, one.pending, one.size) for one in dump.operations] == [
+    assert [(operation.kind, operation.pending, operation.size) for operation in dump.operations] == [
         ("all_reduce", False, 48), ("all_gather", False, 48), ("recv", True, 12),
     ]  # fmt: skip
     assert dump.operations[0].duration_s == 0.25e-3
@@ -85,8 +85,8 @@ def test_operations_have_the_lines_that_called_them() -> None:
     assert (operation.number, operation.kind) == (5, "barrier")
     assert operation.frames == (("/torch/d.py", 7, "barrier"), ("a.py", 3, "save"))
     assert understood(dump_of(nccl_entry(5, is_p2p=True))).operations[0].number is None
-    known = {*collectives._OPERATIONS.values(), *collectives._FAMILIES, *collectives._PLAIN, "other"}
-    assert known == set(catalog.COLLECTIVE_OPERATIONS) - {"none"}
+    operations = {*collectives._OPERATIONS.values(), *collectives._FAMILIES, *collectives._PLAIN, "other"}
+    assert operations == set(catalog.COLLECTIVE_OPERATIONS) - {"none"}
 
 
 @pytest.mark.parametrize(
@@ -124,7 +124,7 @@ def test_sizes_are_counted_once_each_from_level_advanced_on(flight_dir: Path) ->
             for _ in range(number):
                 dist.all_reduce(torch.ones(1000))
             read.append(look(run))
-    first, second = ([one["torchobs.collective.input", "all_reduce"], sum(one[SIZE].counts)] for one in read)
+    first, second = ([series["torchobs.collective.input", "all_reduce"], sum(series[SIZE].counts)] for series in read)
     assert [after - before for before, after in zip(first, second, strict=True)] == [3 * 4000, 3]
     assert first[0] >= 2 * 4000
     assert {key[0] for key in read[1]} == {SIZE[0], "torchobs.collective.input"}

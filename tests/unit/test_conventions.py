@@ -84,7 +84,7 @@ def test_the_training_process_gets_no_sdk() -> None:
     """Nothing that a trainer may import names the SDK; import-linter knows `opentelemetry` only as one package."""
     trainer = {name: path.read_text() for name, path in sources() if not name.startswith(WATCHERS)}
     named = {name: imported(source) for name, source in trainer.items() if "opentelemetry" in source}  # to parse all takes long
-    assert {name: modules for name, modules in named.items() if any(one.startswith(SDK_ONLY) for one in modules)} == {}
+    assert {name: modules for name, modules in named.items() if any(module.startswith(SDK_ONLY) for module in modules)} == {}
 
 
 def test_the_readme_s_commands_exist(checkout: Path) -> None:
@@ -99,13 +99,13 @@ def test_the_readme_s_commands_exist(checkout: Path) -> None:
 def test_links_between_pages_lead_somewhere(checkout: Path) -> None:
     """Every relative link in a page names a file that is there, and its heading; pages that files to deploy name are there."""
     folders = [checkout / name for name in ("docs", "deploy", "helm")]
-    for page in [*checkout.glob("*.md"), *(found for folder in folders for found in folder.rglob("*.md"))]:
+    for page in [*checkout.glob("*.md"), *(path for folder in folders for path in folder.rglob("*.md"))]:
         for target, heading in re.findall(r"\]\((?!https?:)([^)#]*)#?([^)]*)\)", page.read_text()):
             linked = page.parent / target if target else page
             assert linked.exists(), f"{page.name} links to {target}"
             if heading and linked.suffix == ".md":
                 assert heading in anchors(linked), f"{page.name} links to {target}#{heading}"
-    for file in (found for found in (checkout / "deploy").rglob("*") if found.is_file() and found.suffix != ".md"):
+    for file in (path for path in (checkout / "deploy").rglob("*") if path.is_file() and path.suffix != ".md"):
         for target in re.findall(r"(?<!/)\b(?:torchobs/blob/main/)?(docs/[a-z-]+\.md)", file.read_text()):
             assert (checkout / target).exists(), f"{file.name} names {target}"
 
@@ -113,4 +113,4 @@ def test_links_between_pages_lead_somewhere(checkout: Path) -> None:
 def anchors(page: Path) -> set[str]:
     """What a page's headings are called in links, as GitHub names them."""
     headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", re.sub(r"[`*]", "", one)).strip().lower().replace(" ", "-") for one in headings}
+    return {re.sub(r"[^\w\- ]", "", re.sub(r"[`*]", "", heading)).strip().lower().replace(" ", "-") for heading in headings}

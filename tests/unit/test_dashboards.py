@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
 DASHBOARDS: dict[str, dict[str, Any]] = {uid: json.loads(text) for uid, text in grafana.render(DEFAULT).items()}
 PANELS = [(uid, panel) for uid, dashboard in DASHBOARDS.items() for panel in panels(dashboard)]
-QUERIES = [(uid, panel["title"], target["expr"]) for uid, one in DASHBOARDS.items() for panel, target in targets(one)]
-QUERIES += [(uid, one["name"], one["expr"]) for uid, all_ in DASHBOARDS.items() for one in all_["annotations"]["list"]]
+QUERIES = [(uid, panel["title"], target["expr"]) for uid, board in DASHBOARDS.items() for panel, target in targets(board)]
+QUERIES += [(uid, note["name"], note["expr"]) for uid, board in DASHBOARDS.items() for note in board["annotations"]["list"]]
 
 BY_NAME = {metric.prometheus + suffix: metric for metric in catalog.METRICS for suffix in ("", "_bucket", "_count", "_sum")}
 RULES = Path(__file__).parents[2] / "deploy" / "prometheus" / "rules"
@@ -79,17 +79,18 @@ def test_every_metric_has_a_panel_or_a_reason() -> None:
 @each_query
 def test_every_query(uid: str, query: str) -> None:
     """Names, labels and values that exist; limited to what was chosen; counters as rates; joins and sums by run, or by rank."""
-    known = RANK_LABELS | {"quantile", "le", "row", REPLICA_GROUP}
+    allowed_labels = RANK_LABELS | {"quantile", "le", "row", REPLICA_GROUP}
     for selector in dashboards.selectors(query):
         metric = metric_of(selector)  # raises for a metric that nothing records
-        own = {prometheus_label(one.name): one.values for one in metric.attributes} if metric else dict[str, tuple[str, ...]]()
+        attributes = metric.attributes if metric else ()
+        allowed = {prometheus_label(attribute.name): attribute.values for attribute in attributes}
         foreign = FOREIGN_LABELS if selector.name in FOREIGN else set()
-        assert selector.matchers.keys() <= RANK_LABELS | {"quantile"} | own.keys() | foreign, uid
-        for label, values in own.items():
+        assert selector.matchers.keys() <= RANK_LABELS | {"quantile"} | allowed.keys() | foreign, uid
+        for label, values in allowed.items():
             wanted = selector.matchers.get(label, ".*")
             assert wanted == ".*" or not values or set(wanted.split("|")) <= set(values)
-        known |= own.keys() | foreign | (INFO_LABELS if metric is catalog.RANK_INFO else set())
-    assert dashboards.grouped_by(query) <= known
+        allowed_labels |= allowed.keys() | foreign | (INFO_LABELS if metric is catalog.RANK_INFO else set())
+    assert dashboards.grouped_by(query) <= allowed_labels
     offered = set(variables(DASHBOARDS[uid]))
     for name, text in re.findall(r"([A-Za-z_:]\w*(?::\w+)*)\{([^}]*)\}", query):
         matchers = set(text.split(", "))
@@ -110,10 +111,10 @@ def test_every_query(uid: str, query: str) -> None:
     alert_s = {"10m"} if uid == "torchobs-compile" else set()
     assert set(re.findall(r"\[([^]]+)\]", query)) <= {"$__rate_interval", "$__range", "$__range:$__interval"} | alert_s
     run = ", ".join(RUN)
-    allowed = {run, f"{run}, rank", f"{run}, rank, instance", "UUID", "", ", ".join(grafana.alerts.OF)}
+    joins = {run, f"{run}, rank", f"{run}, rank, instance", "UUID", "", ", ".join(grafana.alerts.OF)}
     group = f"{run}, {REPLICA_GROUP}"
-    allowed |= {group, f"{group}, backend, group", f"{run}, rank, instance, backend, group"}  # process groups, a rank in one
-    assert set(re.findall(r"\bon \(([^)]*)\)", query)) <= allowed, uid
+    joins |= {group, f"{group}, backend, group", f"{run}, rank, instance, backend, group"}  # process groups, a rank in one
+    assert set(re.findall(r"\bon \(([^)]*)\)", query)) <= joins, uid
     assert "ignoring" not in query
     if "run_id" in variables(DASHBOARDS[uid]) and "@ 0" not in query and not re.match(r"sum by \(le\)", query):
         for labels in dashboards.groupings(query):
@@ -148,29 +149,29 @@ def test_units_are_those_of_the_metrics(uid: str, panel: dict[str, Any]) -> None
     own_units = [override["matcher"]["options"].strip("/") for override in panel["fieldConfig"]["overrides"]]
     for target in () if panel["type"] == "table" else panel["targets"]:
         expr = target["expr"].partition(" or 0 * ")[0]  # where there is nothing it is 0
-        selectors = [one for one in dashboards.selectors(expr) if one.name in BY_NAME]
+        selectors = [selector for selector in dashboards.selectors(expr) if selector.name in BY_NAME]
         if not selectors or re.search(r" / |@ 0|changes\(|\bcount\b|100 \*|UUID", expr):
             continue
-        units = {BY_NAME[one.name].unit for one in selectors}
-        rates = {one.function for one in selectors} <= {"rate"}
+        units = {BY_NAME[selector.name].unit for selector in selectors}
+        rates = {selector.function for selector in selectors} <= {"rate"}
         share = {"percentunit", "short"}
         expected = {"By": {"Bps" if rates else "bytes"}, "s": share if rates else {"s"}, "1": share}
         expected |= {"W": {"watt"}, "Cel": {"celsius"}, "J": {"joule"}}
-        for one in units:
-            if one in expected and not target["legendFormat"].startswith(("seconds", "restarts")):
-                assert unit in expected[one], (uid, target["expr"])
-            if one.startswith("{") and not any(re.match(name, target["legendFormat"]) for name in own_units):  # a count
+        for selector in units:
+            if selector in expected and not target["legendFormat"].startswith(("seconds", "restarts")):
+                assert unit in expected[selector], (uid, target["expr"])
+            if selector.startswith("{") and not any(re.match(name, target["legendFormat"]) for name in own_units):  # a count
                 assert unit not in {"s", "bytes", "percentunit"}, (uid, target["expr"])
 
 
 @pytest.fixture(scope="module")
 def of_a_rank() -> dict[str, list[Mapping[str, str]]]:
     """The labels of what an exporter shows of a rank of a sick run, by the name of the series."""
-    found: dict[str, list[Mapping[str, str]]] = {}
+    by_series: dict[str, list[Mapping[str, str]]] = {}
     for labels, _, _ in simulated_run.series(simulated_run.Run(ranks=1, per_node=1, quiet=False), 0.0, 3300.0, 300.0):
-        if labels.get("rank") == "0" and labels not in found.setdefault(labels["__name__"], []):
-            found[labels["__name__"]].append(labels)
-    return found
+        if labels.get("rank") == "0" and labels not in by_series.setdefault(labels["__name__"], []):
+            by_series[labels["__name__"]].append(labels)
+    return by_series
 
 
 @each_panel
@@ -197,11 +198,11 @@ def test_a_thousand_ranks_are_neither_a_thousand_lines_nor_a_million_samples(
 
 def test_links_lead_to_dashboards_and_columns_that_exist(checkout: Path) -> None:
     """A URL names a uid that is there, and the columns of its own table; a runbook is there for each alert."""
-    found = 0
+    count = 0
     for _, panel in PANELS:
         for override in panel["fieldConfig"]["overrides"]:
-            for link in [one for part in override["properties"] if part["id"] == "links" for one in part["value"]]:
-                found += 1
+            for link in [address for part in override["properties"] if part["id"] == "links" for address in part["value"]]:
+                count += 1
                 shown = panel["transformations"][1]["options"]["renameByName"].values()
                 assert set(re.findall(r"__data\.fields\.(\w+)", link["url"])) <= set(shown)
                 if link["url"].startswith("/d/"):
@@ -213,7 +214,7 @@ def test_links_lead_to_dashboards_and_columns_that_exist(checkout: Path) -> None
                     assert link["url"] == f"{RUNBOOKS}/${{__data.fields.alert}}.md"
                     assert RUNBOOKS.endswith("/docs/runbooks")
                     assert list((checkout / "docs" / "runbooks").glob("Torchobs*.md"))
-    assert found >= 4
+    assert count >= 4
 
 
 @each_dashboard
@@ -233,16 +234,16 @@ def test_every_dashboard(uid: str) -> None:
     assert [panel["id"] for panel in every] == list(range(1, len(every) + 1))
     titles = [panel["title"] for panel in every]
     assert len(titles) == len(set(titles))
-    found = variables(dashboard)
-    assert list(found)[:4] == ["datasource", "cluster", "namespace", "job_name"]
-    assert (found["datasource"]["type"], found["datasource"]["query"]) == ("datasource", "prometheus")
+    offered = variables(dashboard)
+    assert list(offered)[:4] == ["datasource", "cluster", "namespace", "job_name"]
+    assert (offered["datasource"]["type"], offered["datasource"]["query"]) == ("datasource", "prometheus")
     before: list[str] = []
-    for name, variable in list(found.items())[1:]:
+    for name, variable in list(offered.items())[1:]:
         query = variable["query"]["query"]
         assert query == variable["definition"]
         assert (variable["refresh"], variable["datasource"]["uid"]) == (2, "${datasource}")
-        assert [one for one in re.findall(r"\$([a-z]\w+)", query) if one != "__range"] == [
-            one for one in before if one in RUN or name == "layer"
+        assert [label for label in re.findall(r"\$([a-z]\w+)", query) if label != "__range"] == [
+            label for label in before if label in RUN or name == "layer"
         ]
         if name == "run_id":
             assert (variable["multi"], variable["includeAll"], variable["sort"]) == (False, False, 0)
@@ -253,21 +254,22 @@ def test_every_dashboard(uid: str) -> None:
         assert dashboards.selectors(query.removeprefix("label_values(").removesuffix(f", {name})").removeprefix("query_result"))
         before.append(name)
     assert [annotation["name"] for annotation in dashboard["annotations"]["list"]] == ["Starts", "Anomalies", "Checkpoints"]
-    assert len({one["title"] for one in DASHBOARDS.values()}) == len(DASHBOARDS)
+    assert len({board["title"] for board in DASHBOARDS.values()}) == len(DASHBOARDS)
 
 
 def test_a_person_s_thresholds_are_in_panels_and_alerts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """`--values`: colours, what descriptions call good, and rules, of one file."""
-    own = dict.fromkeys(("cpu", "memory", "gpu_memory", "shared_memory", "filesystem", "goodput", "fragmented"), 0.61)
-    own |= {"cpu_throttled": 0.31, "gpu_throttled": 0.32, "straggler": 3.5}
-    own |= {"time_to_limit_s": 900, "recompiles": 7, "skipped": 9}
-    (tmp_path / "my.yml").write_text(yaml.safe_dump({"thresholds": own, "runbooks": "https://r.example"}))
+    thresholds = dict.fromkeys(("cpu", "memory", "gpu_memory", "shared_memory", "filesystem", "goodput", "fragmented"), 0.61)
+    thresholds |= {"cpu_throttled": 0.31, "gpu_throttled": 0.32, "straggler": 3.5}
+    thresholds |= {"time_to_limit_s": 900, "recompiles": 7, "skipped": 9}
+    (tmp_path / "my.yml").write_text(yaml.safe_dump({"thresholds": thresholds, "runbooks": "https://r.example"}))
     assert main(["--values", str(tmp_path / "my.yml"), "--out", str(tmp_path / "out")]) == 0
     shown = {path.stem: path.read_text() for path in (tmp_path / "out" / "grafana" / "dashboards").glob("*.json")}
     shipped = grafana.render(DEFAULT)
     others = {"torchobs-gradients", "torchobs-data", "torchobs-itself"}
     assert {uid for uid, text in shipped.items() if text != shown[uid]} == shipped.keys() - others
-    defaults = {(uid, one["title"]): one["fieldConfig"]["defaults"] for uid in shown for one in panels(json.loads(shown[uid]))}
+    drawn = [(uid, panel) for uid, text in shown.items() for panel in panels(json.loads(text))]
+    defaults = {(uid, panel["title"]): panel["fieldConfig"]["defaults"] for uid, panel in drawn}
     for uid, title, value in (
         ("fleet", "Goodput by run", 0.61), ("run", "Goodput", 0.61), ("memory", "Container or machine", 0.61),
         ("memory", "Shared memory", 0.61), ("memory", "Fragmentation", 0.61), ("memory", "Time to the limit", 900.0),

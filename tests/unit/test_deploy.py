@@ -105,9 +105,9 @@ def test_the_compose_file() -> None:
     composed: dict[str, Any] = yaml.safe_load((DEPLOY / "compose/compose.yaml").read_text())
     vendored("compose-spec").validate(composed)
     services = composed["services"]
-    known = {name for option in settings.OPTIONS for name in option.variables}
+    variables = {name for option in settings.OPTIONS for name in option.variables}
     options = {name for option in exporter_config.EVERY_OPTION for name in option.variables}
-    assert set(services["trainer"]["environment"]) <= known
+    assert set(services["trainer"]["environment"]) <= variables
     assert set(services["exporter"]["environment"]) <= options
     for name, service in services.items():
         assert all(port.startswith("127.0.0.1:") for port in service.get("ports", ()))
@@ -184,31 +184,31 @@ def test_grafana_is_provisioned_with_all_dashboards_and_with_sources_that_lead_t
     assert options["labels"] == {"grafana_dashboard": "1"}
     assert options["annotations"] == {"grafana_folder": "torchobs"}
     assert options["disableNameSuffixHash"] is True  # a new name would be a second dashboard of the same uid
-    made = {one["name"]: Path(file).name for one in kustomization["configMapGenerator"] for file in one["files"]}
-    assert all((GRAFANA / file).is_file() for one in kustomization["configMapGenerator"] for file in one["files"])
-    assert sorted(made.values()) == sorted(f"{uid}.json" for uid in shipped())
+    files = {entry["name"]: Path(file).name for entry in kustomization["configMapGenerator"] for file in entry["files"]}
+    assert all((GRAFANA / file).is_file() for entry in kustomization["configMapGenerator"] for file in entry["files"])
+    assert sorted(files.values()) == sorted(f"{uid}.json" for uid in shipped())
     assert max(path.stat().st_size for path in FOLDER.iterdir()) < 200_000
     objects = documents("grafana-operator.yaml")
-    assert {one["kind"] for one in objects} == {"GrafanaDashboard"}
-    assert {one["spec"]["configMapRef"]["name"]: one["spec"]["configMapRef"]["key"] for one in objects} == made
-    assert {one["spec"]["folder"] for one in objects} == {"torchobs"}
-    assert len({one["metadata"]["name"] for one in objects}) == len(objects)
+    assert {entry["kind"] for entry in objects} == {"GrafanaDashboard"}
+    assert {entry["spec"]["configMapRef"]["name"]: entry["spec"]["configMapRef"]["key"] for entry in objects} == files
+    assert {entry["spec"]["folder"] for entry in objects} == {"torchobs"}
+    assert len({entry["metadata"]["name"] for entry in objects}) == len(objects)
     (provisioning,) = documents("provisioning/dashboards/torchobs.yaml")
     (provider,) = provisioning["providers"]
     assert (provider["type"], provider["options"]["path"], provider["allowUiUpdates"]) == ("file", PATH, False)
     assert PATH in (GRAFANA / "README.md").read_text()
     assert PATH in command.dashboards_parser().format_help()
     (provisioning,) = documents("provisioning/datasources/torchobs.yaml")
-    found = {one["uid"]: one for one in provisioning["datasources"]}
-    assert {uid: one["type"] for uid, one in found.items()} == {name: name for name in ("prometheus", "tempo", "loki")}
-    (exemplar,) = found["prometheus"]["jsonData"]["exemplarTraceIdDestinations"]
+    sources = {entry["uid"]: entry for entry in provisioning["datasources"]}
+    assert {uid: entry["type"] for uid, entry in sources.items()} == {name: name for name in ("prometheus", "tempo", "loki")}
+    (exemplar,) = sources["prometheus"]["jsonData"]["exemplarTraceIdDestinations"]
     assert (exemplar["name"], exemplar["datasourceUid"]) == ("trace_id", "tempo")
-    metrics = found["tempo"]["jsonData"]["tracesToMetrics"]
+    metrics = sources["tempo"]["jsonData"]["tracesToMetrics"]
     assert metrics["datasourceUid"] == "prometheus"
     assert metrics["tags"] == [{"key": "torchobs.run_id", "value": "run_id"}]
     assert "run_id" in Path(source.__file__).read_text()
-    assert found["tempo"]["jsonData"]["tracesToLogsV2"]["datasourceUid"] == "loki"
-    (field,) = found["loki"]["jsonData"]["derivedFields"]
+    assert sources["tempo"]["jsonData"]["tracesToLogsV2"]["datasourceUid"] == "loki"
+    (field,) = sources["loki"]["jsonData"]["derivedFields"]
     assert (field["matcherRegex"], field["datasourceUid"]) == ("trace_id", "tempo")
 
 

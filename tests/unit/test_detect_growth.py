@@ -31,12 +31,12 @@ def noise(spread: float, seed: int = 1) -> Callable[[], float]:
 def test_a_leak_is_measured_in_bytes_a_step_and_a_second() -> None:
     """100 KiB a step is 1 MiB a second at ten steps a second, whatever noise is on it."""
     jitter = noise(3 * MIB)
-    found = grows(course(lambda index: 4 * GIB + index * 10 * MIB + jitter()))
-    assert found is not None
-    assert found.sustained
-    assert found.per_step == pytest.approx(0.1 * MIB, rel=0.05)
-    assert found.per_second == pytest.approx(MIB, rel=0.05)
-    assert found.seconds == 310.0
+    growth = grows(course(lambda index: 4 * GIB + index * 10 * MIB + jitter()))
+    assert growth is not None
+    assert growth.sustained
+    assert growth.per_step == pytest.approx(0.1 * MIB, rel=0.05)
+    assert growth.per_second == pytest.approx(MIB, rel=0.05)
+    assert growth.seconds == 310.0
 
 
 Courses = dict[str, Callable[[int], float]]
@@ -56,12 +56,12 @@ def test_what_is_no_leak() -> None:
     """It is not sustained, so no limit is foretold, however near; of 1,000 runs that only fluctuate, hardly one is a leak."""
     for name, used in NO_LEAKS.items():
         for count in (LEAST, 36, MOST):
-            one = grows(course(used, count))
-            assert one is not None, name
-            assert (one.sustained, time_to_limit_s(one, MIB)) == (False, None), name
+            growth = grows(course(used, count))
+            assert growth is not None, name
+            assert (growth.sustained, time_to_limit_s(growth, MIB)) == (False, None), name
     jitter = noise(100 * MIB)
-    found = [grows(course(lambda _: 2 * GIB + jitter())) for _ in range(1000)]
-    assert sum(one is not None and one.sustained for one in found) <= 2
+    growths = [grows(course(lambda _: 2 * GIB + jitter())) for _ in range(1000)]
+    assert sum(growth is not None and growth.sustained for growth in growths) <= 2
 
 
 def test_the_limit_is_foretold_by_a_straight_line() -> None:
@@ -88,15 +88,15 @@ LIMIT = 64.0 * GIB
 
 def verdicts(used: Callable[[int], float], seconds: int = 300, steps_a_second: float = 4.0) -> list[tuple[int, float]]:
     """When there was one, and the seconds that it foretold then."""
-    window, found = FastWindow(), []
+    window, moments = FastWindow(), []
     for second in range(seconds):
         level = used(second)
         if level > LIMIT:
             break
         window.see(MemoryPoint(int(second * steps_a_second), float(second), level), LIMIT - level, LIMIT)
         if window.growth is not None:
-            found.append((second, (LIMIT - level) / window.growth.per_second))
-    return found
+            moments.append((second, (LIMIT - level) / window.growth.per_second))
+    return moments
 
 
 def test_who_dies_within_four_minutes_is_told_of_before() -> None:

@@ -52,8 +52,8 @@ def test_the_rank_that_is_not_in_the_collective_is_named() -> None:
         (at(10, None, "finished"), hangs.ENDED),
     ):
         for count in (2, 8, 64):
-            found = hangs.blamed(among(at(10, "backward"), count, r1=odd))
-            assert {name: one.why for name, one in found.items()} == {"1": why}
+            blamed = hangs.blamed(among(at(10, "backward"), count, r1=odd))
+            assert {name: blame.why for name, blame in blamed.items()} == {"1": why}
     assert set(hangs.blamed(among(at(10, "forward"), 64, r5=at(9, "backward")))) == {"5"}
 
 
@@ -73,23 +73,23 @@ def test_nobody_is_named_without_evidence() -> None:
 
 def test_whoever_is_named_is_never_everybody() -> None:
     """Of random runs: a name is one of the ranks, and somebody is left who waits."""
-    made = random.Random(5)
+    chance = random.Random(5)
     phases = [*("data", "forward", "backward", "optimizer", "other", "evaluation", "idle"), None]
     states = ["hung", "hung", "hung", "alive", "unresponsive", "finished", "lost"]
     choices: tuple[Sequence[Any], ...] = ([9, 10, None], phases, states, [(), WAITS, SLEEPS])
     for _ in range(20_000):
-        count = made.choice([2, 3, 8])
-        ranks = {str(rank): at(*[made.choice(choice) for choice in choices]) for rank in range(count)}
-        found = hangs.blamed(ranks)
-        assert set(found) < set(ranks) or not found
+        count = chance.choice([2, 3, 8])
+        ranks = {str(rank): at(*[chance.choice(choice) for choice in choices]) for rank in range(count)}
+        blamed = hangs.blamed(ranks)
+        assert set(blamed) < set(ranks) or not blamed
 
 
 def counts(durations_s: list[float]) -> list[int]:
     """Their histogram."""
-    found = [0] * (len(SECONDS_BOUNDS) + 1)
+    buckets = [0] * (len(SECONDS_BOUNDS) + 1)
     for duration_s in durations_s:
-        found[bisect_left(SECONDS_BOUNDS, duration_s)] += 1
-    return found
+        buckets[bisect_left(SECONDS_BOUNDS, duration_s)] += 1
+    return buckets
 
 
 def test_long_steps_have_several_times_their_own() -> None:
@@ -103,8 +103,8 @@ def test_long_steps_have_several_times_their_own() -> None:
 
 def still(durations_s: list[float], quiet_s: float, phase: str = "other", age_s: float | None = None) -> Standstill | None:
     """The verdict on a run whose steps took so long, so many seconds after its last sign of one."""
-    known = Durations(counts(durations_s), SECONDS_BOUNDS, max(durations_s))
-    return hangs.standstill(quiet_s if age_s is None else age_s, quiet_s, phase, median_high(durations_s), known)
+    durations = Durations(counts(durations_s), SECONDS_BOUNDS, max(durations_s))
+    return hangs.standstill(quiet_s if age_s is None else age_s, quiet_s, phase, median_high(durations_s), durations)
 
 
 def test_a_rank_stands_still_after_twenty_usual_steps_and_ten_seconds() -> None:
@@ -128,7 +128,7 @@ AWAY = GroupProgress(412, 412, 0.0)
 
 def ranks(*progress: GroupProgress, group: str = "default") -> dict[str, dict[str, GroupProgress]]:
     """Ranks 0, 1, … of one group."""
-    return {str(rank): {group: one} for rank, one in enumerate(progress)}
+    return {str(rank): {group: group_progress} for rank, group_progress in enumerate(progress)}
 
 
 ABSENT = {
@@ -147,10 +147,11 @@ ABSENT = {
 def test_who_did_not_come_to_a_collective_or_waits_in_another() -> None:
     """Promise: who waits nowhere and has called fewer, by group; who waits in another operation, or size where that counts."""
     for name, (progress, expected) in ABSENT.items():
-        assert hangs.absent(progress) == {rank: Absence(*one) for rank, one in expected.items()}, name
+        assert hangs.absent(progress) == {rank: Absence(*fields) for rank, fields in expected.items()}, name
     for waiting, kinds in MISMATCHED:
-        found = hangs.mismatched(ranks(*waiting))
-        assert [(one.group, one.number, one.kinds) for one in found] == ([("default", 413, kinds)] if kinds else [])
+        mismatches = hangs.mismatched(ranks(*waiting))
+        expected_kinds = [("default", 413, kinds)] if kinds else []
+        assert [(mismatch.group, mismatch.number, mismatch.kinds) for mismatch in mismatches] == expected_kinds
 
 
 UNEVEN, OTHER = WAITING._replace(operation="all_to_all"), WAITING._replace(operation="broadcast")
@@ -169,7 +170,7 @@ def test_ranks_that_called_different_numbers_are_told_apart_with_the_calls_made_
     called = {"0": {"default": 207, "tp:1": 9}, "1": {"default": 206, "tp:1": 9}, "2": {"default": 207, "dp:2": 4}, "3": {}}
     assert hangs.surplus(called) == [hangs.Surplus("default", {207: ("0", "2"), 206: ("1",)})]
     assert hangs.surplus({}) == []
-    for one, other, more in (
+    for first, second, more in (
         (calls("step", "step", "save", "finish"), calls("step", "step", "finish"), ("save",)),
         (calls("step", "step", "finish"), calls("step", "step"), ("finish",)),
         (calls("step", "a", "b", "finish"), calls("step", "finish"), ("a", "b")),
@@ -178,7 +179,7 @@ def test_ranks_that_called_different_numbers_are_told_apart_with_the_calls_made_
         (calls("save", "finish", first=9), calls("step", "finish", first=7), ()),
         *((calls("step"), calls("step"), ()), ({}, {}, ()), (calls("step"), {}, ())),
     ):
-        assert hangs.inserted(one, other) == more
+        assert hangs.inserted(first, second) == more
 
 
 def calls(*texts: str, first: int = 1) -> dict[int, str]:
@@ -198,11 +199,11 @@ def test_ranks_of_replica_groups_are_compared_each_by_itself() -> None:
     ranks = [hung("0-g0", WAITING), hung("1-g0", WAITING), hung("0-g1", AWAY), hung("1-g1", AWAY)]
     assert not [*waited_for(ranks)]
     assert not [*waited_for([*ranks[:2], hung("0-g1", OTHER._replace(size=8.0))])]
-    (text,) = (one.long for one in waited_for([ranks[0], hung("1-g0", AWAY), *ranks[2:]]))
+    (text,) = (finding.long for finding in waited_for([ranks[0], hung("1-g0", AWAY), *ranks[2:]]))
     assert "Rank 1-g0 has not come to all_reduce number 413 of group x" in text
     assert "-g1" not in text
     apart = [*ranks[:1], hung("0-g1", WAITING), hung("1-g1", OTHER)]
-    assert [one.kind for one in waited_for(apart)] == ["collectives_differ"]
+    assert [finding.kind for finding in waited_for(apart)] == ["collectives_differ"]
 
 
 GLOO = "[/x/gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 4000ms for recv operation to complete"
@@ -235,12 +236,12 @@ def timeout(location: str) -> Any:
     return fact(catalog.EVENT_EXCEPTION, END_S, 201, timeout="collective", timeout_s=4.0, **at)
 
 
-def rank(number: int, *, gave_up: bool = False, **given: Any) -> RankView:
+def rank(number: int, *, gave_up: bool = False, **changes: Any) -> RankView:
     """One of a run's ranks after 201 steps, ended by a timeout in backward, or by a launcher."""
     fields: dict[str, Any] = {"state": "failed", "reason": "terminated", "phase": "other", "last_s": START_S + END_S}
     if gave_up:
         fields |= {"reason": "exception", "events": [timeout(IN_BACKWARD)]}
-    return facts(steps(201), resource={"rank": number, "world_size": 8}, **{**fields, **given})
+    return facts(steps(201), resource={"rank": number, "world_size": 8}, **{**fields, **changes})
 
 
 def told(*ranks: RankView) -> str:
@@ -264,7 +265,7 @@ def counted(report: RankView, number: int, *calls: str) -> RankView:
     """The same rank with the number of collectives that it has called, and the last of them."""
     readings = Readings({catalog.COLLECTIVE_ENQUEUED.name: {("gloo", "default"): float(number)}})
     numbered = [f"default (gloo) #{number - len(calls) + 1 + at} {call}" for at, call in enumerate(calls)]
-    events = [one._replace(attributes={**one.attributes, "collectives": numbered}) for one in report.events]
+    events = [event._replace(attributes={**event.attributes, "collectives": numbered}) for event in report.events]
     return replace(report, readings=readings, events=Events(tuple(events)))
 
 
@@ -272,14 +273,14 @@ def test_a_rank_that_called_one_collective_more_is_told_with_the_line() -> None:
     """Promise: by the numbers that groups count, and where both ranks' last calls are known with the one that was more."""
     last_steps = ["all_reduce at a.py:9 in main"] * 2
     stacks = fact(catalog.EVENT_STACKS, END_S - 1, 201, cause="stalled")
-    one = counted(rank(0, gave_up=True), 207, *last_steps, "barrier at a.py:2 in save", "barrier at a.py:5 in finish")
+    waits = counted(rank(0, gave_up=True), 207, *last_steps, "barrier at a.py:2 in save", "barrier at a.py:5 in finish")
     other = counted(rank(1, phase="idle", events=[stacks]), 206, *last_steps, "barrier at a.py:5 in finish")
     more = "Rank 0 called 1 collective more than rank 1 (207 and 206 of group default (gloo))"
-    assert told(one, other) == (
+    assert told(waits, other) == (
         "A collective timed out after 4 s on rank 0. Rank 1 has left its training loop, and the other rank waits in backward of"
         f" step 202. {more}: barrier at a.py:2 in save."
     )
-    assert told(one, counted(other, 206)).endswith(f"{more}.")
+    assert told(waits, counted(other, 206)).endswith(f"{more}.")
 
 
 def test_ranks_in_one_place_are_told_apart_by_their_counts_alone() -> None:

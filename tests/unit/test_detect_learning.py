@@ -34,20 +34,20 @@ def judged(layers: Callable[[int], dict[str, LayerSample]], looks: int = 6, ever
 
 def test_what_is_lost_or_unfed_is_told_with_the_layers_before_it() -> None:
     """In the model's order, without zeros behind the last of them; of an optimizer that goes by signs no size is judged."""
-    found = judged(lambda _: {"a": ZERO, "b": LOST, "c": ZERO, "d": UNFED, "e": USUAL, "f": ZERO})
-    assert found == StuckLayers(("b",), ("d",), ("a", "c"))
-    assert found.all == ("a", "c", "b", "d")
+    stuck = judged(lambda _: {"a": ZERO, "b": LOST, "c": ZERO, "d": UNFED, "e": USUAL, "f": ZERO})
+    assert stuck == StuckLayers(("b",), ("d",), ("a", "c"))
+    assert stuck.all == ("a", "c", "b", "d")
     unknown = LayerSample(None, unfed=False, zero=False)
-    found = judged(lambda _: {"a": unknown, "b": LayerSample(None, unfed=True, zero=False), "c": unknown})
-    assert found == StuckLayers((), ("b",), ())
+    stuck = judged(lambda _: {"a": unknown, "b": LayerSample(None, unfed=True, zero=False), "c": unknown})
+    assert stuck == StuckLayers((), ("b",), ())
 
 
-@pytest.mark.parametrize("seen", [LOST, UNFED])
-def test_it_has_to_last(seen: LayerSample) -> None:
+@pytest.mark.parametrize("sample", [LOST, UNFED])
+def test_it_has_to_last(sample: LayerSample) -> None:
     """Three looks and a hundred steps, without one between them in which the layer moves."""
     for looks, every, names in ((LASTING_SAMPLES - 1, 1000, ()), (20, LASTING_STEPS // 20, ()), (LASTING_SAMPLES, 50, ("a",))):
-        assert judged(lambda _: {"a": seen, "b": USUAL}, looks, every).all == names
-    assert judged(lambda look: {"a": USUAL if look == 4 else seen, "b": USUAL}) == NOTHING
+        assert judged(lambda _: {"a": sample, "b": USUAL}, looks, every).all == names
+    assert judged(lambda look: {"a": USUAL if look == 4 else sample, "b": USUAL}) == NOTHING
 
 
 def test_layers_that_are_slow_together_or_wake_up_are_left_in_peace() -> None:
@@ -93,9 +93,9 @@ def test_gradients_that_are_zero_by_chance_are_no_finding(share: float) -> None:
 def test_three_recompilations_are_usual_and_the_fourth_is_told_once_a_minute() -> None:
     """A dynamic size, evaluation and a second dtype are usual; those of one step are no storm unless torch gives up."""
     recompiles = Recompiles()
-    told = [recompiles.note("forward", float(now), now) for now in range(0, 130, 2)]
-    assert told[:4] == [0, 0, 0, 4]
-    assert [count for count in told if count] == [4, 34, 64]
+    counts = [recompiles.note("forward", float(now), now) for now in range(0, 130, 2)]
+    assert counts[:4] == [0, 0, 0, 4]
+    assert [count for count in counts if count] == [4, 34, 64]
     recompiles = Recompiles()
     assert not any(recompiles.note("single_param_adam", float(now), now // 5) for now in range(6))
     assert recompiles.note("single_param_adam", 6.0, 1) == learning.WITHIN_ONE

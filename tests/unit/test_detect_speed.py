@@ -95,10 +95,10 @@ def fleet(count: int, **others: tuple[float, ...]) -> dict[str, tuple[float, ...
 
 def test_who_is_late_in_data_is_found_though_all_steps_take_the_same() -> None:
     """The others' own work is 0.61 s, its own is the whole second; nobody else is slow."""
-    found = compare(fleet(8, r3=LATE))
-    assert found["3"].phase == 0
-    assert found["3"].factor == pytest.approx(1 / 0.61)
-    assert all(found[str(rank)].factor == pytest.approx(1.0) for rank in range(8) if rank != 3)
+    slowness = compare(fleet(8, r3=LATE))
+    assert slowness["3"].phase == 0
+    assert slowness["3"].factor == pytest.approx(1 / 0.61)
+    assert all(slowness[str(rank)].factor == pytest.approx(1.0) for rank in range(8) if rank != 3)
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8])
@@ -110,10 +110,10 @@ def test_the_slow_rank_is_named_or_nobody(late: int, waiting: int, ranks: int) -
     slow[late] += 0.3
     waits[waiting] += 0.3
     others = {f"r{rank}": tuple(waits) for rank in range(ranks - 1)}
-    found = compare(fleet(ranks, **others, **{f"r{ranks - 1}": tuple(slow)}))
-    assert {one.factor for rank, one in found.items() if rank != str(ranks - 1)} == {1.0}
+    slowness = compare(fleet(ranks, **others, **{f"r{ranks - 1}": tuple(slow)}))
+    assert {compared.factor for rank, compared in slowness.items() if rank != str(ranks - 1)} == {1.0}
     told_apart = ranks > 2 and PHASES[late] in LATE_PHASES and PHASES[waiting] not in LATE_PHASES
-    last = found[str(ranks - 1)]
+    last = slowness[str(ranks - 1)]
     if PHASES[late] == "data" or told_apart:
         assert PHASES[last.phase] == PHASES[late]
         assert last.factor == pytest.approx(1.3)
@@ -125,24 +125,24 @@ def test_the_slow_rank_is_named_or_nobody(late: int, waiting: int, ranks: int) -
 def test_forward_and_between_are_one_and_half_of_the_ranks_are_slow_in_data_alone() -> None:
     """One rank has no forward stamps yet, or has them already; in other phases than data one half may wait for the other."""
     both = (0.0, 0.0, 0.3, 0.1, 0.05, 0.6), (0.0, 0.4, 0.3, 0.1, 0.25, 0.0)
-    for ranks, (one, others) in itertools.product((2, 3, 8), (both, both[::-1])):
-        found = compare({str(rank): others if rank else one for rank in range(ranks)})
-        assert [rank.factor for rank in found.values()] == pytest.approx([1.0] * ranks)
+    for ranks, (first, others) in itertools.product((2, 3, 8), (both, both[::-1])):
+        slowness = compare({str(rank): others if rank else first for rank in range(ranks)})
+        assert [rank.factor for rank in slowness.values()] == pytest.approx([1.0] * ranks)
     for phase, slow in itertools.product((0, 4), (1, 4)):
         late = list(FAST)
         late[phase] += 0.3
         late[2] -= 0.3
-        found = compare(fleet(2 * slow, **{f"r{rank}": tuple(late) for rank in range(slow)}))
-        assert [found[str(rank)].factor > 1.2 for rank in range(2 * slow)] == [phase == 0] * slow + [False] * slow
+        slowness = compare(fleet(2 * slow, **{f"r{rank}": tuple(late) for rank in range(slow)}))
+        assert [slowness[str(rank)].factor > 1.2 for rank in range(2 * slow)] == [phase == 0] * slow + [False] * slow
 
 
 def test_who_waits_for_nobody_or_for_a_peer_s_evaluation_is_not_slow() -> None:
     """Twice as long in everything, while its peers go on; wherever others wait: an evaluation or a save is in no phase."""
-    found = [compare(fleet(4, r1=tuple(2 * value for value in FAST)))]
+    comparisons = [compare(fleet(4, r1=tuple(2 * value for value in FAST)))]
     for ranks, waiting in itertools.product((2, 3, 8), range(5)):
         waits = [value + 20.0 * (phase == waiting) for phase, value in enumerate(FAST)]
-        found.append(compare({str(rank): tuple(waits) for rank in range(1, ranks)} | {"0": FAST}))
-    assert {one.factor for compared in found for one in compared.values()} == {1.0}
+        comparisons.append(compare({str(rank): tuple(waits) for rank in range(1, ranks)} | {"0": FAST}))
+    assert {slowness.factor for compared in comparisons for slowness in compared.values()} == {1.0}
 
 
 def test_a_fraction_of_a_second_makes_no_rank_slow() -> None:
@@ -155,13 +155,13 @@ def test_a_fraction_of_a_second_makes_no_rank_slow() -> None:
 def verdicts(*shares: float, steps: int = 100) -> list[bool]:
     """The verdict after each window, of which training waited that share."""
     judge, now_s, data_s = Starvation(), 0.0, 0.0
-    found = []
+    changes = []
     judge.judge(DataCounters(0.0, 0, 0.0, 0.0))
     for number, share in enumerate(shares, 1):
         now_s, data_s = now_s + WINDOW_S, data_s + share * WINDOW_S
         if judge.judge(DataCounters(now_s, number * steps, data_s, now_s)):
-            found.append(judge.starved)
-    return found
+            changes.append(judge.starved)
+    return changes
 
 
 def test_a_fifth_of_waiting_is_starvation_until_it_is_half_of_that() -> None:
@@ -173,8 +173,8 @@ def test_a_fifth_of_waiting_is_starvation_until_it_is_half_of_that() -> None:
     assert verdicts(0.9, steps=LEAST_STEPS - 1) == []
     assert verdicts(0.9, 0.9, steps=LEAST_STEPS // 2 + 1) == [True]
     judge, hangs = Starvation(), Starvation()
-    for one in (judge, hangs):
-        one.judge(DataCounters(0.0, 0, 0.0, 0.0))
+    for starvation in (judge, hangs):
+        starvation.judge(DataCounters(0.0, 0, 0.0, 0.0))
     assert not judge.judge(DataCounters(WINDOW_S / 2, 1000, 30.0, 30.0))
     assert judge.judge(DataCounters(WINDOW_S, 2000, 31.0, 60.0))
     assert (judge.starved, judge.share) == (True, 31 / 60)
@@ -186,7 +186,7 @@ def test_ranks_that_measure_differently_take_the_same() -> None:
     """What the slower samples less often, the faster samples as well; the first powers of two come in any case."""
     mine, other = speed.alike_interval(0.0101, 10.0), speed.alike_interval(0.0097, 10.0)
     assert mine != other
-    fewer, more = (set(speed.taken(range(100_000), one)) for one in sorted((mine, other), reverse=True))
+    fewer, more = (set(speed.taken(range(100_000), interval)) for interval in sorted((mine, other), reverse=True))
     assert fewer < more
     assert {1, 2, 4, 8, 512} <= fewer
     assert len([number for number in fewer if number > max(mine, other)]) >= 47

@@ -153,12 +153,12 @@ USUAL_NORMS = [{"a": 1.0, "b": 0.1, "c": 3.0, "big": 10.0}] * 4
 
 def test_the_layer_that_has_grown_most_is_named_and_not_the_largest() -> None:
     """Of those that have grown together the last, from where a gradient is carried back; none without growth or a past."""
-    found = blown_layer({"a": 90.0, "b": 80.0, "c": 60.0, "big": 100.0}, USUAL_NORMS)
-    assert found == BlownLayer("b", 80.0, 0.1)
+    layer = blown_layer({"a": 90.0, "b": 80.0, "c": 60.0, "big": 100.0}, USUAL_NORMS)
+    assert layer == BlownLayer("b", 80.0, 0.1)
     assert blown_layer({"a": 90.0, "b": 12.0, "c": 3.0, "big": 100.0}, USUAL_NORMS) == BlownLayer("a", 90.0, 1.0)
     before = [{"stem": 1.0, "first": 2.0, "second": 0.1, "third": 1.0, "head": 5.0}] * 4
-    found = blown_layer({"stem": 1300.0, "first": 1700.0, "second": 400.0, "third": 1.5, "head": 9.0}, before)
-    assert found == BlownLayer("second", 400.0, 0.1)
+    layer = blown_layer({"stem": 1300.0, "first": 1700.0, "second": 400.0, "third": 1.5, "head": 9.0}, before)
+    assert layer == BlownLayer("second", 400.0, 0.1)
     for norms in (USUAL_NORMS[0], {"new": 90.0, "a": 1.0}, {"a": inf, "b": nan}):
         assert blown_layer(norms, USUAL_NORMS) is None
     assert blown_layer({"a": 90.0}, USUAL_NORMS[:2]) is blown_layer({}, []) is None
@@ -178,9 +178,9 @@ def test_smooth_growth_is_told_in_time() -> None:
         while losses[-1] < 1e5 * max(start, 1.0):
             losses.append(start * growth ** (len(losses) - 300) * chance.uniform(0.9, 1.1))
         losses += losses[-1:] * 50
-        told = first_told(losses)
-        assert told is not None
-        assert min(losses[told - 50 : told]) > 900 * max(start, 1.0)
+        number = first_told(losses)
+        assert number is not None
+        assert min(losses[number - 50 : number]) > 900 * max(start, 1.0)
 
 
 HEALTHY_LOSSES = {
@@ -231,10 +231,10 @@ def record(seq: int, step: int, flags: int, loss: float, norm: float, rate: floa
 
 def found_in(records: list[StepRecord], cut: int) -> list[Anomaly]:
     """What the fold says of records that come in batches of ``cut``."""
-    totals, found = Totals(bytearray(SIZE)), list[Anomaly]()
+    totals, reported = Totals(bytearray(SIZE)), list[Anomaly]()
     for begin in range(0, len(records), cut):
-        fold(totals, records[begin : begin + cut], found)
-    return found
+        fold(totals, records[begin : begin + cut], reported)
+    return reported
 
 
 def anomalies(
@@ -282,8 +282,8 @@ def test_what_goes_on_growing_is_a_spike(growth: float, noise: float) -> None:
         chance = random.Random(f"{growth} {seed}")
         losses = around(2.0, noise, BEFORE, chance)
         losses += [2.0 * growth**step * exp(noise * chance.gauss(0.0, 1.0)) for step in range(1, 60)]
-        known = next(end for end in range(BEFORE, len(losses)) if anomalies(losses[:end], cut=1000))
-        assert losses[known - 1] < 2000.0
+        end_at = next(end for end in range(BEFORE, len(losses)) if anomalies(losses[:end], cut=1000))
+        assert losses[end_at - 1] < 2000.0
 
 
 def test_what_no_data_explains_is_a_spike_at_once() -> None:

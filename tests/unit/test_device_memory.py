@@ -110,8 +110,8 @@ class Device:
         """What the file holds."""
         assert self.run.session.writer is not None
         self.run.session.writer.publish()
-        found = self.run.values().get((metric.name, attribute))
-        return None if found is None else float(found)
+        value = self.run.values().get((metric.name, attribute))
+        return None if value is None else float(value)
 
 
 @pytest.fixture
@@ -160,8 +160,8 @@ def test_a_leak_on_the_device_is_seen_below_the_activations(run: Recording) -> N
     assert device.value(catalog.MEMORY_GROWTH_PER_STEP, "device") == pytest.approx(10 * MIB)
     left = TOTAL - (10 * GIB + (LEAST - 1) * 1000 * MIB)
     assert device.value(catalog.MEMORY_TIME_TO_LIMIT, "device") == pytest.approx(left / (100 * MIB))
-    (told,) = run.frames(catalog.EVENT_MEMORY_GROWTH.name)
-    assert told["attrs"]["space"] == "device"
+    (event,) = run.frames(catalog.EVENT_MEMORY_GROWTH.name)
+    assert event["attrs"]["space"] == "device"
 
 
 class OomCuda(Cuda):
@@ -199,11 +199,11 @@ SEGMENTS = [{"device": 0, "blocks": BLOCKS}, {"device": 1, "blocks": [{**BLOCKS[
 
 def observer(run: Recording, module: OomCuda) -> OomObserver:
     """An observer that asks this torch, in step 17."""
-    found, context = OomObserver(), run.session.context
+    watcher, context = OomObserver(), run.session.context
     assert context is not None
     context.recorder.plain.step = 17
-    vars(found).update(_context=context, _torch=module)
-    return found
+    vars(watcher).update(_context=context, _torch=module)
+    return watcher
 
 
 def test_an_oom_event_holds_the_allocator_s_numbers_and_the_step(run: Recording) -> None:

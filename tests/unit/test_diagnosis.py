@@ -31,13 +31,13 @@ FINISHED: dict[str, Any] = {"state": "finished", "reason": "finished"}
 ALIVE: dict[str, Any] = {"state": "alive", "reason": "", "up": True}
 
 
-def raised_event(seconds: float, **given: Any) -> Any:
+def raised_event(seconds: float, **attributes: Any) -> Any:
     """An exception."""
-    return fact(catalog.EVENT_EXCEPTION, seconds, round(10 * seconds), exception__type="builtins.ValueError", **given)
+    return fact(catalog.EVENT_EXCEPTION, seconds, round(10 * seconds), exception__type="builtins.ValueError", **attributes)
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("changes", "said"),
     [
         ({"state": "failed", "reason": "terminated", "exit_code": 129}, "Rank 0 was terminated by SIGHUP after step 50"),
         ({"state": "failed", "reason": "crashed", "exit_code": 139}, "crashed in a thread that ran no Python code (SIGSEGV"),
@@ -46,9 +46,9 @@ def raised_event(seconds: float, **given: Any) -> Any:
         ({"copied": True, "same_boot": False}, "or a crash, or it went on after this copy was made."),
     ],
 )  # fmt: skip
-def test_how_a_rank_ended(given: dict[str, Any], said: str) -> None:
+def test_how_a_rank_ended(changes: dict[str, Any], said: str) -> None:
     """In one sentence, with how far it came."""
-    assert said in diagnose(facts(steps(50), **given))[0].long
+    assert said in diagnose(facts(steps(50), **changes))[0].long
 
 
 def test_every_exit_reason_and_living_state_has_its_kind() -> None:
@@ -80,9 +80,9 @@ def test_a_thread_that_ended_by_an_exception_stands_beside_the_end() -> None:
     events = [raised_event(2.0, location="q.py:3 in log", thread="log"), raised_event(61.1, location="q.py:12 in <module>")]
     events.insert(1, raised_event(3.1, location="q.py:7 in pre", thread="prefetch"))
     for state, reason in (("lost", "lost"), ("failed", "exception")):
-        found = told(facts(steps(31), state=state, reason=reason, events=events, last_s=START_S + 61.1))
+        texts = told(facts(steps(31), state=state, reason=reason, events=events, last_s=START_S + 61.1))
         words = "Thread 'prefetch' ended by ValueError at q.py:7 in pre, after step 31, 58 s before the end. So did 1 other"
-        assert found["thread_exception"].startswith(words)
+        assert texts["thread_exception"].startswith(words)
     assert "thread_exception" not in told(facts(steps(31), **FINISHED, events=events))
 
 
@@ -111,23 +111,23 @@ def test_a_save_that_ends_the_rank_is_one_finding() -> None:
     ends = fact(catalog.EVENT_EXCEPTION, 10.0, 100, exception__type="builtins.OSError", location="train.py:9")
     events = [fact(catalog.EVENT_CHECKPOINT_FAILED, 9.9, 100, **save), ends]
     rank = facts(steps(100), events=events, **failed)
-    assert [one.kind for one in diagnose(rank)] == ["exception"]
+    assert [finding.kind for finding in diagnose(rank)] == ["exception"]
     assert told(rank)["exception"] == (
         "Rank 0 ended by OSError at train.py:9, after step 100. It was saving a checkpoint. 1 GiB were left on the file "
         "system, and a checkpoint takes 3 GiB. The last one saved is of step 50."
     )
     assert "Rank 0 failed, as it saved a checkpoint: OSError" in diagnose(rank)[0].short
     caught = facts(steps(100), events=[*events[:1], raised_event(10.0)], **failed)
-    assert [one.kind for one in diagnose(caught)] == ["exception", "checkpoint_failed"]
+    assert [finding.kind for finding in diagnose(caught)] == ["exception", "checkpoint_failed"]
 
 
 # --- ranks together -----------------------------------------------------------------------------------------------------------
-def rank(number: int, *, phases: dict[str, float] | None = None, count: int = 100, **given: Any) -> RankView:
+def rank(number: int, *, phases: dict[str, float] | None = None, count: int = 100, **changes: Any) -> RankView:
     """One of two ranks."""
     times = tuple((phases or PHASES).get(phase, 0.0) for phase in catalog.PHASES)
     pace = Throughput(100, sum(times), sum(times), times, 10.0, 10.0, None, None)
     history = [step(n, phase_s=phases or PHASES) for n in range(1, count + 1)]
-    return facts(history, resource={"rank": number, "local_world_size": 2, "world_size": 2}, **{"pace": pace, **given})
+    return facts(history, resource={"rank": number, "local_world_size": 2, "world_size": 2}, **{"pace": pace, **changes})
 
 
 def raised(number: int, seconds: float, location: str) -> RankView:
@@ -165,8 +165,9 @@ GONE = rank(1, last_s=START_S + 9.9)
 )  # fmt: skip
 def test_the_rank_that_failed_first_is_named_where_that_is_certain(ranks: list[RankView], kind: str, first: int | None) -> None:
     """By the clock, or by how they ended; else no rank is accused."""
-    found = [one for one in compare(ranks) if one.kind in {"failed_first", "only_failed", "vanished_first", "failed_by_itself"}]
-    assert [(one.kind, one.rank) for one in found] == ([(kind, str(first))] if kind else [])
+    kinds = {"failed_first", "only_failed", "vanished_first", "failed_by_itself"}
+    accusations = [(finding.kind, finding.rank) for finding in compare(ranks) if finding.kind in kinds]
+    assert accusations == ([(kind, str(first))] if kind else [])
     assert first_failed(ranks)[0] is (None if first is None else ranks[first])
 
 
@@ -174,13 +175,13 @@ def test_the_rank_from_which_a_nan_came_is_shown_and_missing_ones_are_counted() 
     """Promise: not the first, which has had it in averaged gradients and knows no more; the launcher's size is what counts."""
 
     def shown(*origins: str) -> int:
-        found = [[fact(catalog.EVENT_NONFINITE_ORIGIN, 5.0, 50, origin=origin)] if origin else [] for origin in origins]
-        return diagnose_run([rank(n, **FINISHED, events=events) for n, events in enumerate(found)]).principal
+        by_rank = [[fact(catalog.EVENT_NONFINITE_ORIGIN, 5.0, 50, origin=origin)] if origin else [] for origin in origins]
+        return diagnose_run([rank(n, **FINISHED, events=events) for n, events in enumerate(by_rank)]).principal
 
     assert shown("unknown", "", "input") == shown("parameter", "unknown", "operator") == 2
     assert shown("unknown", "") == shown("backward", "backward") == 0
     many = [facts(steps(10), resource={"rank": n, "local_world_size": 8}) for n in range(6)]
-    (missing,) = (one for one in compare(run_at_end(many).ranks) if one.kind == "ranks_missing")
+    (missing,) = (finding for finding in compare(run_at_end(many).ranks) if finding.kind == "ranks_missing")
     assert missing.long.startswith("6 of the 8 ranks of this machine are here")
 
 
@@ -193,27 +194,27 @@ def left(kind: str, seconds: float = -START_S) -> ArtifactName:
     return named(FLIGHT, kind, round(1e3 * (START_S + seconds)))
 
 
-def quiet(seconds: float, **given: Any) -> RankView:
+def quiet(seconds: float, **changes: Any) -> RankView:
     """A rank whose 201 steps took 0.1 s each, and that ended so many seconds after the last."""
     last_s, durations = START_S + 20.1, Distribution((0,) * 4 + (201,), 20.1, 0.1, 0.1)
     ended = {"phase": "other", "phase_begun_s": last_s, "last_s": last_s + seconds}
-    return facts(steps(201), **{**ended, "values": {catalog.STEP_DURATION: durations}, **given})
+    return facts(steps(201), **{**ended, "values": {catalog.STEP_DURATION: durations}, **changes})
 
 
 def stalled(of: RankView) -> Finding:
     """What is said of it."""
-    return next(one for one in diagnose(of) if one.kind in {"stalled", "left_loop", "lock_held"})
+    return next(finding for finding in diagnose(of) if finding.kind in {"stalled", "left_loop", "lock_held"})
 
 
 def test_a_rank_that_was_killed_while_it_stood_still_is_said_to_have() -> None:
     """How long, what is usual, the phase, and where the stacks are: those of before the last step are of something else."""
     hung = quiet(69.0, left=(left(STACKS, 5.0), left(STACKS, 85.0), left(PROFILE, 86.0)))
-    found = stalled(hung)
-    assert found.severity == ERROR
+    finding = stalled(hung)
+    assert finding.severity == ERROR
     words = "No step ended in the last 1 min 9 s, where one usually took 100 ms: 1 min 9 s of it in the phase other. The stacks"
-    assert found.long == f"{words} of all its threads are in {left(STACKS, 85.0).name}, beside the flight file."
-    (made,) = document([hung], [], [], Options())["ranks"]
-    assert made["stall"] == {
+    assert finding.long == f"{words} of all its threads are in {left(STACKS, 85.0).name}, beside the flight file."
+    (rank_document,) = document([hung], [], [], Options())["ranks"]
+    assert rank_document["stall"] == {
         "seconds": pytest.approx(69.0), "usual_step": 0.1, "phase": "other", "phase_seconds": pytest.approx(69.0), "hung": True,
         "lock_held": False, "stacks": [left(STACKS, 85.0).name], "frames": [], "long": True,
     }  # fmt: skip
@@ -222,7 +223,7 @@ def test_a_rank_that_was_killed_while_it_stood_still_is_said_to_have() -> None:
 
 
 @pytest.mark.parametrize(
-    ("seconds", "given", "severity"),
+    ("seconds", "changes", "severity"),
     [
         (9.0, {}, None),
         (30.0, {}, WARNING),
@@ -237,20 +238,20 @@ def test_a_rank_that_was_killed_while_it_stood_still_is_said_to_have() -> None:
         (69.0, {**ALIVE, "state": "hung"}, ERROR),
     ],
 )
-def test_what_is_long_and_how_bad_it_is(seconds: float, given: dict[str, Any], severity: str | None) -> None:
+def test_what_is_long_and_how_bad_it_is(seconds: float, changes: dict[str, Any], severity: str | None) -> None:
     """A slow batch is nothing, a time that nobody would call a hang yet is worth a look, an evaluation takes what it takes."""
-    found = [one.severity for one in diagnose(quiet(seconds, **given)) if one.kind == "stalled"]
-    assert found == ([severity] if severity else [])
+    severities = [finding.severity for finding in diagnose(quiet(seconds, **changes)) if finding.kind == "stalled"]
+    assert severities == ([severity] if severity else [])
 
 
 def test_what_is_long_where_the_lock_is_held_and_before_the_first_step() -> None:
     """Its heartbeat stopped with the lock; before the first step data are loaded and models compiled: half an hour is long."""
-    found = stalled(quiet(0.5, left=(left(STUCK),)))
-    assert (found.kind, found.severity) == ("lock_held", ERROR)
-    assert left(STUCK).name in found.long
+    finding = stalled(quiet(0.5, left=(left(STUCK),)))
+    assert (finding.kind, finding.severity) == ("lock_held", ERROR)
+    assert left(STUCK).name in finding.long
     assert stall(facts(last_s=START_S + 1700, phase="data")) is None
-    found = stalled(facts(last_s=START_S + 1900, phase="data", phase_begun_s=START_S))
-    assert "No step ended in the last 31 min 40 s: 31 min 40 s of it in the phase data." in found.long
+    finding = stalled(facts(last_s=START_S + 1900, phase="data", phase_begun_s=START_S))
+    assert "No step ended in the last 31 min 40 s: 31 min 40 s of it in the phase data." in finding.long
 
 
 def test_a_wait_for_a_batch_names_the_worker_that_it_was_to_come_from() -> None:
@@ -278,23 +279,23 @@ def test_stacks_that_a_rank_wrote_early_are_shown_if_it_ended_there() -> None:
     assert stall(went_on) is None
 
 
-def living(seconds: float, **given: Any) -> RankView:
+def living(seconds: float, **changes: Any) -> RankView:
     """A living rank that stands still."""
-    return quiet(seconds, **{**ALIVE, "standstill": Standstill(seconds, 0.1), "pace": PACE, **given})
+    return quiet(seconds, **{**ALIVE, "standstill": Standstill(seconds, 0.1), "pace": PACE, **changes})
 
 
 def test_a_run_that_stands_still_is_not_all_well_and_has_no_speed() -> None:
     """In the report and its JSON, as on the page; ranks that wait for one that evaluates are not reported."""
-    made = document([living(45.0)], [], [], Options())
-    assert made["health"]["level"] == "warning"
-    assert made["health"]["text"].startswith("No step for 45 s (usual: 100 ms): 1 of 2 ranks alive, step 201")
-    assert made["ranks"][0]["speed"] is None
+    run_document = document([living(45.0)], [], [], Options())
+    assert run_document["health"]["level"] == "warning"
+    assert run_document["health"]["text"].startswith("No step for 45 s (usual: 100 ms): 1 of 2 ranks alive, step 201")
+    assert run_document["ranks"][0]["speed"] is None
     assert document([quiet(0.1, **ALIVE, pace=PACE)], [], [], Options())["ranks"][0]["speed"]
     evaluates = living(45.0, phase="evaluation", standstill=None, resource={"rank": 1})
-    known = diagnose_run([living(45.0), evaluates])
-    assert known.health.headline.startswith("Evaluating: 2 of 2 ranks alive")
-    assert "stalled" not in [finding.kind for finding in known.by_rank[0]]
-    assert (known.verdict.severity, known.verdict.values["badge"]) == (INFO, "No steps now")
+    diagnosis = diagnose_run([living(45.0), evaluates])
+    assert diagnosis.health.headline.startswith("Evaluating: 2 of 2 ranks alive")
+    assert "stalled" not in [finding.kind for finding in diagnosis.by_rank[0]]
+    assert (diagnosis.verdict.severity, diagnosis.verdict.values["badge"]) == (INFO, "No steps now")
 
 
 # --- losses, gradients, rates, speed ------------------------------------------------------------------------------------------
@@ -369,7 +370,7 @@ def annealed(steps: int, power: int = 1) -> list[Step]:
 
 
 HALVED = [step(number, learning_rate=1e-3 * 0.5**number) for number in range(301)]
-TUNED = [*rates((30.0, 100)), *(each._replace(new_model=each.step == 101) for each in rates((1e-6, 300), first=101))]
+TUNED = [*rates((30.0, 100)), *(slow._replace(new_model=slow.step == 101) for slow in rates((1e-6, 300), first=101))]
 
 
 @pytest.mark.parametrize(
@@ -391,8 +392,8 @@ TUNED = [*rates((30.0, 100)), *(each._replace(new_model=each.step == 101) for ea
 )
 def test_a_learning_rate_of_zero_is_told(history: list[Step], others: dict[str, float], said: str) -> None:
     """A schedule for fewer steps than there are, or one that nobody steps; not what schedules and frozen groups do as well."""
-    found = told(facts(history, values={(catalog.LEARNING_RATE, group): rate for group, rate in others.items()}))
-    texts = [found[kind] for kind in ("diverged", "zero_learning_rate", "tiny_learning_rate") if kind in found]
+    by_kind = told(facts(history, values={(catalog.LEARNING_RATE, group): rate for group, rate in others.items()}))
+    texts = [by_kind[kind] for kind in ("diverged", "zero_learning_rate", "tiny_learning_rate") if kind in by_kind]
     assert texts == ([f"The learning rate {said}"] if said else [])
 
 
@@ -425,9 +426,9 @@ def test_a_loss_scaler_that_skips_is_told() -> None:
     """A collapsed scale is an error; a twentieth of all steps is worth a look."""
     events = [fact(catalog.EVENT_AMP_SCALE_COLLAPSED, 5.0, 50, scaler="0", scale=0.5)]
     values = {(catalog.AMP_SCALE, "0"): 0.25, catalog.STEPS: 100, catalog.AMP_STEPS_SKIPPED: 60}
-    found = {one.kind: one for one in diagnose(facts(steps(100), events=events, values=values))}
-    assert found["amp_scale_collapsed"].severity == "error"
-    assert "amp_many_skips" not in found
+    by_kind = {finding.kind: finding for finding in diagnose(facts(steps(100), events=events, values=values))}
+    assert by_kind["amp_scale_collapsed"].severity == "error"
+    assert "amp_many_skips" not in by_kind
     assert told(facts(steps(100), values=values))["amp_many_skips"] == "The loss scaler skipped 60 of 100 steps."
     assert "amp_many_skips" not in told(facts(steps(100), values={**values, catalog.AMP_STEPS_SKIPPED: 4}))
 
@@ -436,12 +437,12 @@ def test_waiting_for_data_is_told_from_a_fifth_of_the_time_on() -> None:
     """With what the workers had ready; one long wait is not called a lack of workers."""
     data, forward = ((catalog.STEP_PHASE_TIME, phase) for phase in ("data", "forward"))
     starved: dict[Any, float] = {data: 40.0, forward: 60.0, catalog.DATA_BATCHES_READY: 0.0}
-    found = told(facts(steps(100), values=starved))["data"]
-    assert found.startswith("Training waited for its data: 40 % of the time of its steps. Its workers had no batch ready")
+    text = told(facts(steps(100), values=starved))["data"]
+    assert text.startswith("Training waited for its data: 40 % of the time of its steps. Its workers had no batch ready")
     assert "data" not in told(facts(steps(100), values={**starved, data: 10.0}))
     stalled = step(101, duration_s=40.0, phase_s={**PHASES, "data": 39.5})
-    found = told(facts([*steps(100), stalled], values=starved))["data"]
-    assert found.endswith(" Most of it was one wait of 39.5 s, in step 101: something stalled there.")
+    text = told(facts([*steps(100), stalled], values=starved))["data"]
+    assert text.endswith(" Most of it was one wait of 39.5 s, in step 101: something stalled there.")
 
 
 def stuck(cause: str, step: int, *layers: str) -> Event:
@@ -464,8 +465,8 @@ def test_layers_that_learn_nothing_are_named_for_each_cause() -> None:
     assert found(without, tiny).keys() == {"unmoved_layers_no_gradient", "unmoved_layers_dead_units"}
     assert found(without, tiny, stuck("no_gradient", 250)).keys() == {"unmoved_layers_dead_units"}
     unused = facts(steps(300), events=[stuck("unused", 101, "pooler")])
-    (one,) = (one for one in diagnose(unused) if one.kind == "unused_layers")
-    assert (one.severity, one.long) == ("info", "1 layer of the optimizer has had no gradient by step 101 (pooler).")
+    (finding,) = (finding for finding in diagnose(unused) if finding.kind == "unused_layers")
+    assert (finding.severity, finding.long) == ("info", "1 layer of the optimizer has had no gradient by step 101 (pooler).")
 
 
 def test_a_leak_leads_with_what_grew_how_much_and_where() -> None:

@@ -47,26 +47,26 @@ def _commands(checkout: Path) -> list[tuple[str, str, str]]:
     """Page, command and arguments of each call of ours in a console block, or in the running text."""
     pages = [checkout / "README.md", *(checkout / "docs").rglob("*.md"), *(checkout / "deploy").rglob("*.md")]
     called = rf"torchobs ({'|'.join(WRITTEN)})\b"
-    found = []
+    commands = []
     for page in pages:
         text = page.read_text()
         for line in re.findall(r"^\$ (.*)$", text, re.MULTILINE):
             inner = re.sub(r"(.*)bash -c '(.*)'", r"\2", line)
-            found += [(page.name, *one) for one in re.findall(rf"{called}((?:'[^']*'|[^|#>])*)", inner)]
-        found += [(page.name, *one) for one in re.findall(rf"`{called}( [^`|#>]*)`", text)]
-    return found
+            commands += [(page.name, *call) for call in re.findall(rf"{called}((?:'[^']*'|[^|#>])*)", inner)]
+        commands += [(page.name, *call) for call in re.findall(rf"`{called}( [^`|#>]*)`", text)]
+    return commands
 
 
 def test_every_documented_command_is_taken(checkout: Path) -> None:
     """An option or an argument that there is not would be found by whoever was woken up."""
-    found = _commands(checkout)
-    assert len({command for _, command, _ in found}) == len(WRITTEN)
-    for page, command, rest in found:
-        given = [STANDS_FOR.get(word, word) for word in shlex.split(rest)]
+    commands = _commands(checkout)
+    assert len({command for _, command, _ in commands}) == len(WRITTEN)
+    for page, command, rest in commands:
+        words = [STANDS_FOR.get(word, word) for word in shlex.split(rest)]
         file, function, _ = COMMANDS[command]
         parser = getattr(import_module(f"torchobs.cli.{file}"), "parser" if function == "main" else f"{function}_parser")
         try:
-            (parser(lenient=True) if command == "exporter" else parser()).parse_args(given)
+            (parser(lenient=True) if command == "exporter" else parser()).parse_args(words)
         except SystemExit as ended:
             if ended.code:
                 pytest.fail(f"{page}: torchobs {command} {rest}")
@@ -165,9 +165,9 @@ def defined(path: Path) -> set[str]:
 def test_every_name_beside_a_file_is_defined_in_it(checkout: Path) -> None:
     """Whoever follows a walk finds what it names: a class, a method, a function or a constant."""
     page = checkout / PAGE
-    found = [(match["name"], match["target"]) for match in NAMED.finditer(page.read_text())]
-    assert len(found) > 30
-    missing = [(name, target) for name, target in found if name not in defined((page.parent / target).resolve())]
+    named = [(match["name"], match["target"]) for match in NAMED.finditer(page.read_text())]
+    assert len(named) > 30
+    missing = [(name, target) for name, target in named if name not in defined((page.parent / target).resolve())]
     assert missing == []
 
 

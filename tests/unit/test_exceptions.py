@@ -99,8 +99,8 @@ def test_a_message_is_no_place(message: str) -> None:
     """Whatever it looks like, it comes after the line that names the class; others than torch make wrappers, too."""
     with pytest.raises(ValueError) as caught:  # noqa: PT011  # the message is the parameter
         deep(message)
-    told = wrapped(caught.value)
-    assert told["location"].endswith("in deep")
-    assert "secret" not in repr({name: value for name, value in told.items() if not name.endswith("message")})
-    assert "\x1b" not in repr(told)
+    description = wrapped(caught.value)
+    assert description["location"].endswith("in deep")
+    assert "secret" not in repr({name: value for name, value in description.items() if not name.endswith("message")})
+    assert "\x1b" not in repr(description)
     assert wrapped(caught.value, "in \x1b]0;owned\x07\nsecret")["origin"] == "background"

@@ -46,9 +46,9 @@ def test_nothing_given_is_the_default_and_every_option_sets_its_field() -> None:
     assert ExporterConfig(mode="node").addresses == (Address("127.0.0.1", 10960),)
     assert SET.keys() == {option.name for option in config.OPTIONS}
     values: dict[str, Any] = {name: value for name, (_, value) in SET.items()}
-    given = {name: texts for name, (texts, _) in SET.items()}
+    options = {name: texts for name, (texts, _) in SET.items()}
     expected = ExporterConfig(**values, runtime_dir="/run/user/1")
-    assert config.parse(given, {"XDG_RUNTIME_DIR": "/run/user/1"}) == expected
+    assert config.parse(options, {"XDG_RUNTIME_DIR": "/run/user/1"}) == expected
     assert config.parse({"hang_timeout_s": ["auto"]}, {}).hang_timeout_s is None
     several = config.parse({}, {"TORCHOBS_EXPORTER_WEB_LISTEN_ADDRESS": ":1 x [::1]:2"})
     assert (several.addresses, len(several.problems)) == ((Address("", 1), Address("::1", 2)), 1)
@@ -118,12 +118,12 @@ BASE = "OTEL_EXPORTER_OTLP_ENDPOINT"
 NONE = dict.fromkeys(("OTEL_METRICS_EXPORTER", "OTEL_TRACES_EXPORTER", "OTEL_LOGS_EXPORTER"), "none")
 
 
-def parsed(environ: dict[str, str], **given: str) -> PushConfig:
+def parsed(environ: dict[str, str], **options: str) -> PushConfig:
     """The configuration, which must be without problems."""
-    found, problems = config.parse_push({f"otlp_{name}": [text] for name, text in given.items()}, environ)
+    push, problems = config.parse_push({f"otlp_{name}": [text] for name, text in options.items()}, environ)
     assert problems == ()
-    assert found is not None
-    return found
+    assert push is not None
+    return push
 
 
 def test_without_an_endpoint_nothing_is_pushed_and_one_signal_may_be_alone() -> None:
@@ -167,15 +167,15 @@ def test_a_signal_s_own_value_beats_that_of_all_and_an_option_its_variable() -> 
         "OTEL_BSP_SCHEDULE_DELAY": "500",
     }
     headers = (("a", "all"), ("b", "x,y"))
-    found = parsed(environ)
-    assert found.metrics == PushTarget("http://metrics:2/x", headers=headers, timeout_s=2.5, gzip=True, certificate="/ca")
-    assert found.traces == PushTarget("http://all:1/v1/traces", headers=(("a", "traces"),), timeout_s=2.5, certificate="/ca")
-    assert found.logs == PushTarget("http://logs:5/v1/logs", "grpc", headers, timeout_s=1.5, certificate="/ca")
-    assert (found.interval_s, found.span_delay_s) == (15.0, 0.5)
-    given = {"endpoint": "http://told:3", "metrics_endpoint": "http://m:4", "timeout": "1m", "interval": "5s"}
-    told = parsed(environ, **given)
-    assert [target.url for _, target in told.targets()][:2] == ["http://m:4", "http://told:3/v1/traces"]
-    assert ({target.timeout_s for _, target in told.targets()}, told.interval_s) == ({60.0, 1.5}, 5.0)
+    push = parsed(environ)
+    assert push.metrics == PushTarget("http://metrics:2/x", headers=headers, timeout_s=2.5, gzip=True, certificate="/ca")
+    assert push.traces == PushTarget("http://all:1/v1/traces", headers=(("a", "traces"),), timeout_s=2.5, certificate="/ca")
+    assert push.logs == PushTarget("http://logs:5/v1/logs", "grpc", headers, timeout_s=1.5, certificate="/ca")
+    assert (push.interval_s, push.span_delay_s) == (15.0, 0.5)
+    options = {"endpoint": "http://told:3", "metrics_endpoint": "http://m:4", "timeout": "1m", "interval": "5s"}
+    chosen = parsed(environ, **options)
+    assert [target.url for _, target in chosen.targets()][:2] == ["http://m:4", "http://told:3/v1/traces"]
+    assert ({target.timeout_s for _, target in chosen.targets()}, chosen.interval_s) == ({60.0, 1.5}, 5.0)
 
 
 @pytest.mark.parametrize(
@@ -189,22 +189,22 @@ def test_a_signal_s_own_value_beats_that_of_all_and_an_option_its_variable() -> 
 )
 def test_what_is_not_allowed_is_told_and_left_out(name: str, text: str) -> None:
     """The push goes on with the rest."""
-    found, (problem, *_) = config.parse_push({}, {"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "http://c:1", name: text})
-    assert found is not None
+    push, (problem, *_) = config.parse_push({}, {"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "http://c:1", name: text})
+    assert push is not None
     assert problem.startswith(f"{name}='{text}': expected ")
 
 
 def test_what_may_be_a_key_or_a_password_is_never_repeated() -> None:
     """The value of a header, of which none can forge another, and a password in the address, with a user or without."""
     for text in ("secret", "a b=secret", "a=secret%0d%0aHost: x", "=secret"):
-        found, problems = config.parse_push({}, {BASE: "http://c:1", "OTEL_EXPORTER_OTLP_HEADERS": text})
-        assert found is not None
-        assert found.metrics == PushTarget("http://c:1/v1/metrics")
+        push, problems = config.parse_push({}, {BASE: "http://c:1", "OTEL_EXPORTER_OTLP_HEADERS": text})
+        assert push is not None
+        assert push.metrics == PushTarget("http://c:1/v1/metrics")
         assert problems
         assert not any("secret" in problem for problem in problems)
     for user in ("user:secret", ":secret"):
-        found, (problem,) = config.parse_push({"otlp_endpoint": [f"http://{user}@c:1"]}, {})
-        assert found is None
+        push, (problem,) = config.parse_push({"otlp_endpoint": [f"http://{user}@c:1"]}, {})
+        assert push is None
         assert "secret" not in problem
 
 
@@ -220,13 +220,13 @@ def path(tmp_path: Path) -> Path:
 @pytest.fixture
 def file(path: Path) -> TargetFile:
     """One whose machine is called node-1; what cannot be written is a problem until it can."""
-    made = TargetFile(str(path.with_name("torchobs-%h.json")), "node-1")
-    made.update(EVERYWHERE, "/metrics", tls=False)
-    assert made.problem == f"--web.file-sd {path}: No such file or directory"
+    target = TargetFile(str(path.with_name("torchobs-%h.json")), "node-1")
+    target.update(EVERYWHERE, "/metrics", tls=False)
+    assert target.problem == f"--web.file-sd {path}: No such file or directory"
     path.parent.mkdir()
-    made.update(EVERYWHERE, "/metrics", tls=False)
-    assert not made.problem
-    return made
+    target.update(EVERYWHERE, "/metrics", tls=False)
+    assert not target.problem
+    return target
 
 
 def test_an_address_that_was_chosen_is_said_as_it_is(file: TargetFile, path: Path) -> None:
@@ -287,9 +287,9 @@ def test_a_successor_s_socket_keeps_its_name_in_whatever_order(flight_dir: Path)
 
 def record(message: str, *arguments: object) -> logging.LogRecord:
     """A record as a logger makes it."""
-    made = logging.LogRecord("torchobs.ranks.scanner", logging.WARNING, __file__, 1, message, arguments, None)
-    made.created, made.msecs = 1_700_000_000.25, 250
-    return made
+    logged = logging.LogRecord("torchobs.ranks.scanner", logging.WARNING, __file__, 1, message, arguments, None)
+    logged.created, logged.msecs = 1_700_000_000.25, 250
+    return logged
 
 
 def test_a_line_of_the_log() -> None:

@@ -41,12 +41,12 @@ class Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch 
         dtype = kwargs.get("dtype")
         if func is torch.ops.aten.linalg_vector_norm.default and dtype is not None and dtype != args[0].dtype:
             self.note(args[0].numel() * dtype.itemsize)
-        if func is torch.ops.aten._foreach_norm.Scalar and not all(each.is_contiguous() for each in args[0]):
-            self.note(max(each.numel() for each in args[0]) * dtype.itemsize)
+        if func is torch.ops.aten._foreach_norm.Scalar and not all(tensor.is_contiguous() for tensor in args[0]):
+            self.note(max(tensor.numel() for tensor in args[0]) * dtype.itemsize)
         result = func(*args, **kwargs)
         if not func.is_view:
-            for each in result if isinstance(result, (list, tuple)) else [result]:
-                self.note(each.numel() * each.dtype.itemsize if isinstance(each, torch.Tensor) else 0)
+            for tensor in result if isinstance(result, (list, tuple)) else [result]:
+                self.note(tensor.numel() * tensor.dtype.itemsize if isinstance(tensor, torch.Tensor) else 0)
         return result
 
     def note(self, size: int) -> None:
@@ -94,29 +94,29 @@ def test_norms_of_every_type_are_float64_on_the_device(dtype: torch.dtype) -> No
 def test_nothing_large_is_copied(dtype: torch.dtype) -> None:
     """A thousand million elements, transposed or values of a sparse one as well: not a megabyte is taken for them."""
     tensors = [of(dtype, 1000, MILLION), of(dtype, MILLION, 1000).t(), sparse(dtype, MILLION, 1000), of(dtype, 10)]
-    with Allocations() as seen:
+    with Allocations() as allocations:
         device_norms(tensors)
-    assert seen.largest < MILLION
+    assert allocations.largest < MILLION
 
 
 @pytest.mark.parametrize("dtype", ODD[3:], ids=str)
 def test_a_type_without_a_norm_is_copied_a_part_at_a_time(dtype: torch.dtype) -> None:
     """Eight million elements as float32; a million rows that do not lie densely are no million launches."""
     tensors = [of(dtype, 1000, MILLION), scattered(dtype, MILLION, 50)]
-    with Allocations() as seen:
+    with Allocations() as allocations:
         device_norms(tensors)
-    assert seen.largest <= 4 << 23
-    assert seen.calls < 2000
+    assert allocations.largest <= 4 << 23
+    assert allocations.calls < 2000
 
 
 @pytest.mark.parametrize("dtype", [*EASY, *ODD], ids=str)
 def test_elements_that_are_not_finite_are_counted_without_a_copy(dtype: torch.dtype) -> None:
     """A byte for each of eight million elements at a time (and their float32 where the type has no comparison)."""
     tensor = of(dtype, 100, MILLION)
-    with Allocations() as seen:
+    with Allocations() as allocations:
         count = count_nonfinite(tensor)
     assert (count.dtype, count.shape) == (torch.int64, ())
-    assert seen.largest <= (4 if dtype.itemsize == 1 else 1) << 23
+    assert allocations.largest <= (4 if dtype.itemsize == 1 else 1) << 23
 
 
 def test_pinned_memory_is_the_cpu_s_whatever_the_default_device_is() -> None:

@@ -120,7 +120,7 @@ def test_a_sentence_is_a_sentence_of_a_kind_of_the_catalog(checkout: Path) -> No
     for kind in KINDS.values():
         assert not kind.alert or f"alert: {kind.alert}\n" in alerts, kind.name
         if isinstance(kind.source, catalog.Event) and kind.key and kind.key not in {"cpu", "device"}:
-            assert any(kind.key in one.values for one in kind.source.attributes), kind.name
+            assert any(kind.key in attribute.values for attribute in kind.source.attributes), kind.name
 
 
 def test_values_from_a_file_cannot_break_a_sentence_and_a_nameless_parameter_is_a_noun() -> None:

@@ -77,9 +77,9 @@ def test_the_runtime_directory_comes_first_if_it_is_mine(parent: Path, monkeypat
     mount.mkdir(mode=0o777)
     monkeypatch.setattr(directory, "KUBERNETES_MOUNT", str(mount))
     assert candidates(None, None) == [find_existing(None, None)] == [str(mount)]
-    made = open_place(None, None)
-    assert (made.path, made.shared, made.configured) == (str(mount), True, True)
-    os.close(made.fd)
+    place = open_place(None, None)
+    assert (place.path, place.shared, place.configured) == (str(mount), True, True)
+    os.close(place.fd)
 
 
 def test_shared_memory_is_taken_only_with_a_gibibyte_and_a_quarter_free(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,8 +88,8 @@ def test_shared_memory_is_taken_only_with_a_gibibyte_and_a_quarter_free(monkeypa
         *((1 << 18, 1 << 17, True), (1 << 18, 1 << 15, False)),
         *(((1 << 18) - 1, 1 << 17, False), (16_000, 16_000, False)),
     ):
-        told = os.statvfs_result((4096, 4096, blocks, free, free, 0, 0, 0, 0, 255))
-        monkeypatch.setattr(os, "statvfs", lambda _, told=told: told)
+        status = os.statvfs_result((4096, 4096, blocks, free, free, 0, 0, 0, 0, 255))
+        monkeypatch.setattr(os, "statvfs", lambda _, status=status: status)
         assert any(path.startswith("/dev/shm/") for path in candidates(None, None)) is roomy
 
 
@@ -126,18 +126,18 @@ def test_a_name_that_somebody_took_is_no_place_and_the_message_says_what_to_do(p
 
 def test_a_given_directory_is_made_with_its_parents_and_taken_as_it_is(flight_dir: Path) -> None:
     """Whoever it belongs to; files are shared by group where it is another user's or gives its group to them. No link is."""
-    given = flight_dir / "a" / "b"
-    made = open_place(str(given), None)
-    assert (made.configured, made.shared) == (True, False)
-    assert stat.S_IMODE(given.stat().st_mode) == 0o700
-    os.close(made.fd)
+    chosen = flight_dir / "a" / "b"
+    place = open_place(str(chosen), None)
+    assert (place.configured, place.shared) == (True, False)
+    assert stat.S_IMODE(chosen.stat().st_mode) == 0o700
+    os.close(place.fd)
     for mode, shared in ((0o755, False), (0o770, False), (0o2770, True), (0o3777, True)):
-        given.chmod(mode)
-        made = open_place(str(given), None)
-        assert made.shared is shared
-        os.close(made.fd)
-    assert find_existing(str(given), None) == str(given)
-    (flight_dir / "link").symlink_to(given)
+        chosen.chmod(mode)
+        place = open_place(str(chosen), None)
+        assert place.shared is shared
+        os.close(place.fd)
+    assert find_existing(str(chosen), None) == str(chosen)
+    (flight_dir / "link").symlink_to(chosen)
     with pytest.raises(NoPlaceError, match="link"):
         open_place(str(flight_dir / "link"), None)
     with pytest.raises(OSError, match="directory"):
@@ -156,9 +156,9 @@ def test_a_network_file_system_is_refused_and_only_memory_is_stored_to_directly(
     assert len(list(Path("/proc/self/fd").iterdir())) <= before  # an earlier test's thread may close its own meanwhile
     for kind in ("tmpfs", "ramfs", "ext4", "overlay", "fuseblk"):
         monkeypatch.setattr("torchobs.support.cgroup.read", lambda _, kind=kind: f"22 1 0:1 / / rw - {kind} x rw\n")
-        made = open_place(str(flight_dir), None)
-        assert made.in_memory is (kind in {"tmpfs", "ramfs"})
-        os.close(made.fd)
+        place = open_place(str(flight_dir), None)
+        assert place.in_memory is (kind in {"tmpfs", "ramfs"})
+        os.close(place.fd)
 
 
 def test_files_of_a_shared_place_are_for_the_group(flight_dir: Path) -> None:
@@ -311,18 +311,18 @@ def test_other_names_are_no_evidence() -> None:
 
 def test_only_a_regular_file_of_the_right_owner_and_size_is_opened(flight_dir: Path, directory_fd: int) -> None:
     """No link, no FIFO (which would hold the opener), nothing empty, nothing too large, nothing of another user."""
-    one = named(FLIGHT, STACKS, 1)
-    path, secret = flight_dir / one.name, flight_dir / "secret"
+    artifact = named(FLIGHT, STACKS, 1)
+    path, secret = flight_dir / artifact.name, flight_dir / "secret"
     secret.write_text("secret")
 
     def refused(owner: int | None = None) -> bool:
         try:
-            artifacts.read_status(directory_fd, one, owner)
+            artifacts.read_status(directory_fd, artifact, owner)
         except OSError:
             with pytest.raises(OSError):  # noqa: PT011  # ELOOP, ENOENT, or no evidence: none is opened
-                artifacts.open_checked(directory_fd, one, owner)
+                artifacts.open_checked(directory_fd, artifact, owner)
             return True
-        fd, size = artifacts.open_checked(directory_fd, one, owner)
+        fd, size = artifacts.open_checked(directory_fd, artifact, owner)
         os.close(fd)
         assert size == path.stat().st_size
         return False
@@ -345,10 +345,10 @@ def test_evidence_goes_with_its_flight_file(flight_dir: Path, directory_fd: int,
     """What is left without one goes after an hour."""
     flight = make(25)
     beside, lone, new = named(flight, STACKS, 1), named(FLIGHT, STACKS, 2), named(FLIGHT, STACKS, 3)
-    for one in (beside, lone, new):
-        (flight_dir / one.name).write_text("x")
-    for one in (beside, lone):
-        age(flight_dir / one.name, 2 * STALE_S)
+    for artifact in (beside, lone, new):
+        (flight_dir / artifact.name).write_text("x")
+    for artifact in (beside, lone):
+        age(flight_dir / artifact.name, 2 * STALE_S)
     assert sorted(clean(directory_fd, now=NOW, min_age_s=24 * 3600)) == sorted([flight, beside.name, lone.name])
     assert [path.name for path in flight_dir.iterdir()] == [new.name]
 
@@ -359,9 +359,9 @@ TARGET = token_bytes(16)
 @pytest.fixture
 def reader(flight_dir: Path) -> Iterator[ControlReader]:
     """The rank's side."""
-    made = ControlReader(str(flight_dir), TARGET)
-    yield made
-    made.close()
+    opened = ControlReader(str(flight_dir), TARGET)
+    yield opened
+    opened.close()
 
 
 @pytest.fixture

@@ -30,10 +30,10 @@ SECONDS = st.floats(min_value=0.0, max_value=1e6)
 LAST = ("torchobs.loss", ())
 
 
-def numbered(made: list[dict[str, Any]]) -> list[StepRecord]:
+def numbered(values_of_steps: list[dict[str, Any]]) -> list[StepRecord]:
     """These values as the records 1, 2, … of a ring; ``delay``: so many steps after its own."""
     records = []
-    for seq, values in enumerate(made, 1):
+    for seq, values in enumerate(values_of_steps, 1):
         delay = values.pop("delay")
         records.append(flights.step_record(HEADER, max(1, seq - delay), **values)._replace(seq=seq))
     return records
@@ -62,36 +62,36 @@ RECORDS = st.lists(
 
 def folded(batches: list[list[StepRecord]]) -> tuple[Totals, list[Anomaly]]:
     """The state after these batches, and what was found."""
-    state, found = flights.totals(HEADER), list[Anomaly]()
+    state, reported = flights.totals(HEADER), list[Anomaly]()
     for batch in batches:
-        fold.fold(state, batch, found)
-    return state, found
+        fold.fold(state, batch, reported)
+    return state, reported
 
 
-def fold_steps(*given_values: dict[str, Any]) -> tuple[dict[Any, Any], list[Anomaly]]:
+def fold_steps(*steps_values: dict[str, Any]) -> tuple[dict[Any, Any], list[Anomaly]]:
     """The points after steps 1, 2, … with the given values, and what was found."""
-    made = [flights.step_record(HEADER, number, **given) for number, given in enumerate(given_values, 1)]
-    *_, last = flights.folded_states(HEADER, made)
-    return last, folded([made])[1]
+    records = [flights.step_record(HEADER, number, **values) for number, values in enumerate(steps_values, 1)]
+    *_, last = flights.folded_states(HEADER, records)
+    return last, folded([records])[1]
 
 
 @given(RECORDS, st.lists(st.integers(0, 30), max_size=4))
-def test_any_cut_of_the_records_into_batches_gives_the_same_words(made: list[StepRecord], cuts: list[int]) -> None:
+def test_any_cut_of_the_records_into_batches_gives_the_same_words(records: list[StepRecord], cuts: list[int]) -> None:
     """The writer folds in batches, the reader the rest: bit by bit the same, or a total would step back by a rounding error."""
-    edges = [0, *sorted(min(cut, len(made)) for cut in cuts), len(made)]
-    batches = [made[begin:end] for begin, end in itertools.pairwise(edges)]
-    at_once, found = folded([made])
-    in_parts, found_in_parts = folded(batches)
-    one_by_one, _ = folded([[one] for one in made])
+    edges = [0, *sorted(min(cut, len(records)) for cut in cuts), len(records)]
+    batches = [records[begin:end] for begin, end in itertools.pairwise(edges)]
+    at_once, reported = folded([records])
+    in_parts, reported_in_parts = folded(batches)
+    one_by_one, _ = folded([[record] for record in records])
     assert bytes(in_parts.buffer) == bytes(at_once.buffer) == bytes(one_by_one.buffer)
-    assert sorted(map(repr, found)) == sorted(map(repr, found_in_parts))  # as text: NaN is not itself
+    assert sorted(map(repr, reported)) == sorted(map(repr, reported_in_parts))  # as text: NaN is not itself
 
 
 @given(RECORDS)
-def test_no_record_makes_a_counter_step_back_or_disappear(made: list[StepRecord]) -> None:
+def test_no_record_makes_a_counter_step_back_or_disappear(records: list[StepRecord]) -> None:
     """After every record each counter and each bucket is there and at least what it was, however large the values are."""
     before: dict[Any, Any] = {}
-    for state in flights.folded_states(HEADER, made):
+    for state in flights.folded_states(HEADER, records):
         for metric, attributes, _ in core_series():
             key = metric.name, tuple(attributes.items())
             if metric.kind is catalog.Kind.COUNTER:
@@ -124,13 +124,14 @@ def test_buckets_are_those_of_prometheus(durations: list[float]) -> None:
 
 def test_a_non_finite_loss_is_counted_and_never_shown_as_a_value() -> None:
     """A counter, a flag and an anomaly; the gauge keeps the last finite loss. A step that measured nothing ends no anomaly."""
-    points, found = fold_steps({"loss": 2.0}, {"loss": nan}, {"loss": -inf})
+    points, reported = fold_steps({"loss": 2.0}, {"loss": nan}, {"loss": -inf})
     kind = (("kind", "nonfinite_loss"),)
     assert points[catalog.ANOMALIES.name, kind] == 2
     assert points[catalog.ANOMALY_ACTIVE.name, kind] == 1.0
     assert points[LAST] == 2.0
-    assert [(one.kind, one.step, one.baseline) for one in found] == [("nonfinite_loss", 2, 2.0), ("nonfinite_loss", 3, 2.0)]
-    assert isnan(found[0].value)
+    assert {anomaly.kind for anomaly in reported} == {"nonfinite_loss"}
+    assert [(anomaly.step, anomaly.baseline) for anomaly in reported] == [(2, 2.0), (3, 2.0)]
+    assert isnan(reported[0].value)
     points, _ = fold_steps({"grad_norm": nan}, {"flags": StepFlag.LOSS})
     assert points[catalog.ANOMALY_ACTIVE.name, (("kind", "nonfinite_gradient"),)] == 1.0
 
@@ -141,12 +142,12 @@ def test_what_a_device_delivers_after_a_newer_value_is_not_shown_but_counted() -
     points, _ = fold_steps({"flags": 0}, {"loss": 3.0}, late)
     assert (points[LAST], points[catalog.STEPS.name, ()]) == (3.0, 2)
     late |= {"flags": StepFlag.LOSS | StepFlag.GRAD_NORM, "loss": nan, "grad_norm": inf}
-    points, found = fold_steps({"flags": 0}, {"loss": 3.0, "grad_norm": 1.0}, late)
+    points, reported = fold_steps({"flags": 0}, {"loss": 3.0, "grad_norm": 1.0}, late)
     assert points[catalog.GRAD_NONFINITE_STEPS.name, ()] == 1
     for kind in ("nonfinite_loss", "nonfinite_gradient"):
         assert points[catalog.ANOMALIES.name, (("kind", kind),)] == 1
         assert points[catalog.ANOMALY_ACTIVE.name, (("kind", kind),)] == 0.0
-    assert {(one.kind, one.step) for one in found} == {("nonfinite_loss", 1), ("nonfinite_gradient", 1)}
+    assert {(anomaly.kind, anomaly.step) for anomaly in reported} == {("nonfinite_loss", 1), ("nonfinite_gradient", 1)}
 
 
 def test_skipped_steps_are_steps_whose_time_is_not_productive() -> None:
@@ -159,14 +160,14 @@ def test_skipped_steps_are_steps_whose_time_is_not_productive() -> None:
 
 def test_a_batch_that_is_given_again_changes_nothing() -> None:
     """An interrupted fold is done once more; what was in it already is passed over, what was not is added."""
-    made = [flights.step_record(HEADER, number, loss=nan) for number in (1, 2, 3, 4)]
-    state, found = folded([made[:3]])
+    records = [flights.step_record(HEADER, number, loss=nan) for number in (1, 2, 3, 4)]
+    state, reported = folded([records[:3]])
     before = bytes(state.buffer)
-    fold.fold(state, made[:3], found)
+    fold.fold(state, records[:3], reported)
     assert bytes(state.buffer) == before
-    fold.fold(state, made, found)
-    assert bytes(state.buffer) == bytes(folded([made])[0].buffer)
-    assert [one.step for one in found] == [1, 2, 3, 4]
+    fold.fold(state, records, reported)
+    assert bytes(state.buffer) == bytes(folded([records])[0].buffer)
+    assert [anomaly.step for anomaly in reported] == [1, 2, 3, 4]
 
 
 def test_another_model_has_a_past_of_its_own() -> None:
@@ -174,12 +175,12 @@ def test_another_model_has_a_past_of_its_own() -> None:
     converged = [{"loss": 0.01 + number % 3 * 1e-4, "grad_norm": 1e-3} for number in range(60)]
     fresh = [{"loss": 2.0 + number % 3 * 0.01, "grad_norm": 1.0 + number % 3 * 0.01} for number in range(60)]
     begun = [{**fresh[0], "flags": flights.ALL_VALUES | StepFlag.NEW_MODEL}, *fresh[1:]]
-    *_, found = fold_steps(*converged, *fresh)
-    assert found == [], "by loss and norm alone it is a harder stage of the data"
-    points, found = fold_steps(*converged, *begun)
-    assert (found, points[catalog.MODEL_CHANGES.name, ()]) == ([], 1)
-    _, found = fold_steps(*converged, *begun, {"loss": 9.0, "grad_norm": 90.0}, *fresh[:CALM])
-    assert {anomaly.kind: anomaly.step for anomaly in found} == {"loss_spike": 121}, "the norm is that of the same batch"
+    *_, reported = fold_steps(*converged, *fresh)
+    assert reported == [], "by loss and norm alone it is a harder stage of the data"
+    points, reported = fold_steps(*converged, *begun)
+    assert (reported, points[catalog.MODEL_CHANGES.name, ()]) == ([], 1)
+    _, reported = fold_steps(*converged, *begun, {"loss": 9.0, "grad_norm": 90.0}, *fresh[:CALM])
+    assert {anomaly.kind: anomaly.step for anomaly in reported} == {"loss_spike": 121}, "the norm is that of the same batch"
 
 
 def anomalies(field: str, values: list[float]) -> list[Anomaly]:
@@ -195,18 +196,18 @@ def test_a_run_that_diverges_in_its_warm_up_is_found() -> None:
         ("loss", [2.3 * 3.1**n for n in range(20)], 10),
         ("grad_norm", [2.18, 61.2, 8.2e29], 3),
     ):
-        found = anomalies(field, values)
-        assert found[0].kind == ("loss_spike" if field == "loss" else "gradient_explosion")
-        assert [one.step for one in found] == list(range(first, len(values) + 1)), "and so are those after it"
-        assert values[0] <= found[0].baseline <= max(values[:3])
+        reported = anomalies(field, values)
+        assert reported[0].kind == ("loss_spike" if field == "loss" else "gradient_explosion")
+        assert [anomaly.step for anomaly in reported] == list(range(first, len(values) + 1)), "and so are those after it"
+        assert values[0] <= reported[0].baseline <= max(values[:3])
 
 
 def test_what_is_usual_is_so_of_healthy_steps() -> None:
     """Steps that have blown up never become the measure of the next one: nobody is told that 4.6e+29 was usual."""
     wild = [3e4 * 10.0**n for n in range(25)] + [1e29, 4e29, nan, 8e29, inf]
     for field, healthy in itertools.product(("loss", "grad_norm"), (5, 200)):
-        found = anomalies(field, [2.3 + 0.1 * (n % 3) for n in range(healthy)] + wild)
-        assert [2.0 <= anomaly.baseline <= 3.0 for anomaly in found] == [True] * len(wild)
+        reported = anomalies(field, [2.3 + 0.1 * (n % 3) for n in range(healthy)] + wild)
+        assert [2.0 <= anomaly.baseline <= 3.0 for anomaly in reported] == [True] * len(wild)
 
 
 def test_a_norm_has_neither_exploded_nor_vanished_where_the_loss_has_gone_with_it() -> None:
@@ -216,12 +217,12 @@ def test_a_norm_has_neither_exploded_nor_vanished_where_the_loss_has_gone_with_i
     ]
     begins = [{"loss": loss, "grad_norm": norm} for loss, norm in ((19.2, 15.6), (13.9, 12.7), (4.2, 6.9))]
     goes_on = [{"loss": 1.5 + step % 5 * 0.1, "grad_norm": 0.5 + step % 3 * 0.1} for step in range(40)]
-    _, found = fold_steps(*learned, *begins, *goes_on)
-    assert found == []
+    _, reported = fold_steps(*learned, *begins, *goes_on)
+    assert reported == []
     usual = [{"loss": 2.0, "grad_norm": 1.0 + index % 3} for index in range(30)]
     for left, vanishes in ((1e-8, False), (0.5, True)):
         fall = [{"loss": 2.0 * left ** (index / 10), "grad_norm": 10.0 ** (-index / 2)} for index in range(1, 20)]
-        assert ("gradient_vanishing" in {one.kind for one in fold_steps(*usual, *fall)[1]}) == vanishes
+        assert ("gradient_vanishing" in {anomaly.kind for anomaly in fold_steps(*usual, *fall)[1]}) == vanishes
 
 
 @pytest.mark.parametrize(("loss", "vanishes"), [(0.0, False), (0.3, True)])
@@ -232,41 +233,41 @@ def test_a_zero_gradient_has_vanished_unless_the_loss_is_zero(*, loss: float, va
     flags, seq, later = (StepFlag.GRAD_NORM, StepFlag.LOSS), 100, list[StepRecord]()
     for step in range(101, 141):
         values = {"step": step, "loss": loss, "grad_norm": 0.0}
-        for own in flags if apart else (flags[0] | flags[1],):
+        for delivered in flags if apart else (flags[0] | flags[1],):
             seq += 1
-            kind = RecordKind.LATE if own is StepFlag.LOSS else RecordKind.STEP
-            later.append(flights.step_record(HEADER, seq, flags=own, kind=kind, **values))
-    for batches in ([[*usual, *later]], [[one] for one in (*usual, *later)]):
-        found = [one.kind for one in folded(batches)[1]]
-        assert found.count("gradient_vanishing") == (40 - LASTING + 1 if vanishes else 0)
+            kind = RecordKind.LATE if delivered is StepFlag.LOSS else RecordKind.STEP
+            later.append(flights.step_record(HEADER, seq, flags=delivered, kind=kind, **values))
+    for batches in ([[*usual, *later]], [[record] for record in (*usual, *later)]):
+        kinds = [record.kind for record in folded(batches)[1]]
+        assert kinds.count("gradient_vanishing") == (40 - LASTING + 1 if vanishes else 0)
 
 
 @pytest.mark.parametrize("last", [nan, inf])
 def test_norms_far_above_the_usual_have_exploded_if_those_after_them_are_not_finite(last: float) -> None:
     """Promise: they are counted, and no event calls them usual. Under a loss scaler an infinity between them says nothing."""
     usual = [1.0 + n % 5 / 64 for n in range(200)]
-    found = anomalies("grad_norm", [*usual, 40.0, 45.0, last, last, last])
+    reported = anomalies("grad_norm", [*usual, 40.0, 45.0, last, last, last])
     kinds = ["gradient_explosion"] * 2 + ["nonfinite_gradient"] * 3
-    assert [(one.kind, one.step) for one in found] == list(zip(kinds, range(201, 206), strict=True))
-    assert all(0.9 < one.baseline < 1.1 for one in found)
+    assert [(anomaly.kind, anomaly.step) for anomaly in reported] == list(zip(kinds, range(201, 206), strict=True))
+    assert all(0.9 < anomaly.baseline < 1.1 for anomaly in reported)
     norms = [{"grad_norm": norm, "norm_scale": 1024.0} for norm in (*usual, 40.0, 45.0, last, *usual)]
     (only,) = fold_steps(*norms)[1]
     assert only.kind == "nonfinite_gradient"
     assert 0.9 < only.baseline < 1.1
     skipped = {"grad_norm": last, "flags": flights.ALL_VALUES | StepFlag.SKIPPED}
-    found = fold_steps(skipped, *({"grad_norm": norm} for norm in (*usual, 40.0, last, *usual)))[1]
-    assert {one.kind for one in found} == {"nonfinite_gradient"}
+    reported = fold_steps(skipped, *({"grad_norm": norm} for norm in (*usual, 40.0, last, *usual)))[1]
+    assert {anomaly.kind for anomaly in reported} == {"nonfinite_gradient"}
 
 
-def step(number: int, loss: float, flags: int = StepFlag.LOSS, **given: float) -> StepRecord:
+def step(number: int, loss: float, flags: int = StepFlag.LOSS, **fields: float) -> StepRecord:
     """A record of one."""
-    return flights.step_record(HEADER, number, step=number, loss=loss, flags=flags, **given)
+    return flights.step_record(HEADER, number, step=number, loss=loss, flags=flags, **fields)
 
 
 def diverged(records: list[StepRecord], batch: int) -> tuple[bool, list[Anomaly]]:
     """Whether the loss is away in the end, and where that was found."""
-    totals, found = folded([records[begin : begin + batch] for begin in range(0, len(records), batch)])
-    return is_active(totals, DIVERGED), [one for one in found if one.kind == "diverged"]
+    totals, reported = folded([records[begin : begin + batch] for begin in range(0, len(records), batch)])
+    return is_active(totals, DIVERGED), [anomaly for anomaly in reported if anomaly.kind == "diverged"]
 
 
 COURSES_OF_LOSS: dict[str, tuple[list[float], int | None]] = {
@@ -288,8 +289,9 @@ COURSES_OF_LOSS: dict[str, tuple[list[float], int | None]] = {
 def test_a_loss_that_leaves_its_start_for_good_has_diverged(name: str, batch: int) -> None:
     """Told once, beside its first value; twenty times that is no spike by its own past, which is too short."""
     losses, at = COURSES_OF_LOSS[name]
-    is_away, found = diverged([step(number, loss) for number, loss in enumerate(losses, 1)], batch)
-    assert [(one.step, one.baseline) for one in found] == ([] if at is None else [(at, next(filter(None, losses)))])
+    is_away, reported = diverged([step(number, loss) for number, loss in enumerate(losses, 1)], batch)
+    expected = [] if at is None else [(at, next(filter(None, losses)))]
+    assert [(anomaly.step, anomaly.baseline) for anomaly in reported] == expected
     assert is_away == (at is not None)
 
 
@@ -314,15 +316,15 @@ def test_steps_too_short_to_have_taken_the_loss_away_have_not(rate: float, norm:
         step(number, loss, rated if number % 3 else flights.ALL_VALUES, learning_rate=rate, grad_norm=norm)
         for number, loss in enumerate([0.4, 180.0, 300.0, *[360.0] * 100], 1)
     ]
-    away, found = diverged(records, batch)
-    assert (away, [one.step for one in found]) == (is_away, [52] * is_away)
+    away, reported = diverged(records, batch)
+    assert (away, [anomaly.step for anomaly in reported]) == (is_away, [52] * is_away)
 
 
 def record(seq: int, *, end_s: float = 0.0, duration_s: float = 0.5, flags: int = 0, **fields: object) -> StepRecord:
     """A step's record."""
     phases = (0.1,) * 5 + (0.0,) * 4
-    made = StepRecord(seq, seq, round(end_s * 1e9), RecordKind.STEP, flags, 0, duration_s, 0.0, 0.0, 0.0, phases, 10, 1, 1.0)
-    return made._replace(**fields)  # type: ignore[arg-type]  # what a test wants
+    built = StepRecord(seq, seq, round(end_s * 1e9), RecordKind.STEP, flags, 0, duration_s, 0.0, 0.0, 0.0, phases, 10, 1, 1.0)
+    return built._replace(**fields)  # type: ignore[arg-type]  # what a test wants
 
 
 def spent(number: int, **seconds: float) -> StepRecord:
@@ -380,11 +382,11 @@ def test_goodput_of_what_is_under_way(course: str) -> None:
 
 def test_the_pace_is_that_of_the_clock() -> None:
     """What lies between two steps counts for the speed alone; there is none of one step, and a late value is no step."""
-    found = pace([record(1, end_s=1.0), record(2, end_s=1.5), record(3, end_s=4.0)])
-    assert found is not None
-    assert (found.steps, found.step_s) == (3, 0.5)
-    assert (found.per_s, found.tokens_per_s) == pytest.approx((2 / 3, 20 / 3))
-    assert found.shares == pytest.approx((*(0.2,) * 5, 0.0))
+    speed = pace([record(1, end_s=1.0), record(2, end_s=1.5), record(3, end_s=4.0)])
+    assert speed is not None
+    assert (speed.steps, speed.step_s) == (3, 0.5)
+    assert (speed.per_s, speed.tokens_per_s) == pytest.approx((2 / 3, 20 / 3))
+    assert speed.shares == pytest.approx((*(0.2,) * 5, 0.0))
     assert pace([record(1, end_s=1.0, flags=StepFlag.UNTIMED), record(9, end_s=1.0, kind=RecordKind.LATE)]) is None
     only = pace([record(1, end_s=1.0)])
     assert only is not None
@@ -399,21 +401,21 @@ def evenly(count: int, every_s: float) -> list[StepRecord]:
 def test_the_window_is_a_minute_where_that_is_neither_too_long_nor_too_short() -> None:
     """However many records somebody has read."""
     for count, every_s, steps in ((1000, 0.001, throughput.RECORDS), (200, 1.0, 61), (50, 100.0, LEAST_STEPS)):
-        found = pace(evenly(count, every_s))
-        assert found is not None
-        assert found.steps == steps
-        assert found.per_s == pytest.approx(1 / every_s)
-        assert found.window_s == pytest.approx((steps - 1) * every_s)
-        assert pace(evenly(count, every_s)[-throughput.RECORDS :]) == found
+        speed = pace(evenly(count, every_s))
+        assert speed is not None
+        assert speed.steps == steps
+        assert speed.per_s == pytest.approx(1 / every_s)
+        assert speed.window_s == pytest.approx((steps - 1) * every_s)
+        assert pace(evenly(count, every_s)[-throughput.RECORDS :]) == speed
 
 
 def test_the_time_left_is_that_of_the_steps_to_come_and_of_the_evaluations_between_them() -> None:
     """A hundred steps of half a second, each with a tenth more for evaluations; not without a total, a step, or a pace."""
-    found = pace(evenly(20, 0.5))
-    assert time_left_s(found, 20, 120, 0.0) == pytest.approx(50.0)
-    assert time_left_s(found, 20, 120, 2.0) == pytest.approx(60.0)
+    speed = pace(evenly(20, 0.5))
+    assert time_left_s(speed, 20, 120, 0.0) == pytest.approx(50.0)
+    assert time_left_s(speed, 20, 120, 2.0) == pytest.approx(60.0)
     for done, total in ((20, 0), (0, 100), (100, 100), (150, 100), (20, inf), (20, nan)):
-        assert time_left_s(found, done, total, 0.0) is None
+        assert time_left_s(speed, done, total, 0.0) is None
     assert time_left_s(pace(evenly(1, 0.5)), 1, 100, 0.0) is time_left_s(None, 20, 100, 0.0) is None
 
 
@@ -444,9 +446,9 @@ def test_stamps_divide_the_time_before_a_backward_pass(fetch: bool, called_s: fl
         fold.fold(parts, steps[begin : begin + 7])
     assert bytes(whole.buffer) == bytes(parts.buffer)
     times = dict(zip(catalog.PHASES, whole.floats[Word.PHASE_TIME : Word.PHASE_TIME + len(catalog.PHASES)], strict=True))
-    known, plain = (101, LEAST_STAMPS - 1)
+    divided, plain = (101, LEAST_STAMPS - 1)
     assert times["between"] == pytest.approx(0.0 if fetch else 0.6 * plain)
-    assert times["forward"] == pytest.approx(forward_s * known + 0.4 * plain * fetch)
+    assert times["forward"] == pytest.approx(forward_s * divided + 0.4 * plain * fetch)
     assert sum(times.values()) == pytest.approx(len(steps) * (1.0 if fetch else 0.9))
     share = ForwardShare(whole.floats[Word.FORWARD_SHARE : Word.FORWARD_SHARE + 5])
     last = pace(steps[-50:], share)

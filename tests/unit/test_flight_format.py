@@ -60,8 +60,8 @@ def test_nothing_in_the_flight_file_s_code_packs_into_memory() -> None:
 
 def test_a_header_is_what_was_put_in_also_by_a_later_minor_version() -> None:
     """Every field, and the description of the rank; regions that a later minor version adds are not read."""
-    made = replace(HEADER, resource={"rank": 7, "host": "böse\n\"'\\", "n": -5})
-    assert decode_header(encode_header(made), made.file_size) == made
+    described = replace(HEADER, resource={"rank": 7, "host": "böse\n\"'\\", "n": -5})
+    assert decode_header(encode_header(described), described.file_size) == described
     raw = bytearray(encode_header(HEADER))
     raw[96 + 24 * 7 : 96 + 24 * 8] = struct.pack("<IIQQ", 99, 8, HEADER_SIZE, 1 << 40)
     raw[10:12], raw[80:84] = b"\x07\x00", struct.pack("<I", 8)
@@ -123,21 +123,21 @@ def one_series(**given_fields: Any) -> Series:
 def test_a_series_is_what_was_put_in(name: str, brief: str, attributes: dict[str, Any], scope: Scope | None) -> None:
     """Any text, any attribute that OpenTelemetry has; lists become tuples, so that a series can be a key."""
     pairs = tuple(sorted((key, tuple(value) if isinstance(value, list) else value) for key, value in attributes.items()))
-    made = one_series(name=name, brief=brief, attributes=pairs, scope=scope)
-    ((back, end),) = decode(encode(made, SEED), SEED)
-    assert back == made
-    assert hash(back) == hash(made)
-    assert end == len(encode(made, SEED))
+    series = one_series(name=name, brief=brief, attributes=pairs, scope=scope)
+    ((back, end),) = decode(encode(series, SEED), SEED)
+    assert back == series
+    assert hash(back) == hash(series)
+    assert end == len(encode(series, SEED))
 
 
 def test_entries_follow_each_other_and_the_first_bad_one_ends_the_table() -> None:
     """Append-only, counted by their CRCs alone."""
     entries = [encode(one_series(name=f"n{index}", word=200 + index), SEED) for index in range(5)]
     table = b"".join(entries) + bytes(64)
-    assert [made.name for made, _ in decode(table, SEED)] == ["n0", "n1", "n2", "n3", "n4"]
+    assert [series.name for series, _ in decode(table, SEED)] == ["n0", "n1", "n2", "n3", "n4"]
     broken = bytearray(table)
     broken[len(entries[0]) + len(entries[1]) + 20] ^= 1
-    assert [made.name for made, _ in decode(bytes(broken), SEED)] == ["n0", "n1"]
+    assert [series.name for series, _ in decode(bytes(broken), SEED)] == ["n0", "n1"]
     assert list(decode(table, SEED ^ 1)) == []
 
 
@@ -202,9 +202,9 @@ def test_the_newest_events_are_there_in_order_however_often_the_ring_wrapped() -
     ring = Ring()
     for number in range(500):
         ring.ring.append({"n": number, "text": "x" * (number * 7 % 150)})
-        seen = ring.seen()
-        assert [one for one in seen if one > number - 4] == list(range(max(number - 3, 0), number + 1))
-        assert seen == sorted(seen)
+        present = ring.seen()
+        assert [event for event in present if event > number - 4] == list(range(max(number - 3, 0), number + 1))
+        assert present == sorted(present)
     assert ring.ring.dropped == 0
 
 
@@ -234,14 +234,14 @@ def test_a_tail_knows_what_was_overwritten() -> None:
     """In bytes, of the call before which it happened: from the first event on, and not the room that a lap's end leaves."""
     size = 64 * 1024
     ring, tail = Ring(size), Tail(size, SEED)
-    missed, given = [], 0
+    missed, delivered = [], 0
     for count in (1000, 10, 0, 2000):
         for number in range(count):
             ring.ring.append({"n": number, "text": "x" * 100})
-        given += len(ring.taken(tail))
+        delivered += len(ring.taken(tail))
         missed.append(tail.missed)
-    assert [bool(one) for one in missed] == [True, False, False, True]
-    assert abs(sum(missed) - (3010 - given) * ring.ring._position / 3010) < size / 16
+    assert [bool(size_of_gap) for size_of_gap in missed] == [True, False, False, True]
+    assert abs(sum(missed) - (3010 - delivered) * ring.ring._position / 3010) < size / 16
 
 
 def test_a_tail_waits_for_a_frame_whose_head_came_first() -> None:
@@ -277,18 +277,18 @@ def test_known_identifiers() -> None:
 def test_all_ranks_of_a_run_share_its_traces(launcher: dict[str, str]) -> None:
     """Run, segments and steps; each rank has a span of its own in them, and each restart traces of its own but the run's."""
     runs = [("1", 0), ("1", 1)] if launcher else [("1", 0), ("1", 1), ("2", 0)]
-    made = [
+    ids_of_ranks = [
         SpanIds(replace(header(), resource={"run_id": run, "rank": rank, "restart": restart, **launcher}))
         for run, restart in runs
         for rank in range(3)
     ]
-    for found, traces in (
-        ([ids.run for ids in made], len(runs) - 1),
-        ([ids.segment(1, 0) for ids in made], len(runs)),
-        ([ids.step(7) for ids in made], len(runs)),
+    for spans, traces in (
+        ([ids.run for ids in ids_of_ranks], len(runs) - 1),
+        ([ids.segment(1, 0) for ids in ids_of_ranks], len(runs)),
+        ([ids.step(7) for ids in ids_of_ranks], len(runs)),
     ):
-        assert (len({one.trace for one in found}), len({one.span for one in found})) == (traces, len(made))
-    segments = [made[0].segment(epoch, part) for epoch in range(5) for part in range(5)]
-    of_one = [made[0].run, *segments, *map(made[0].step, range(99))]
-    assert len({one.trace for one in of_one}) == len({one.span for one in of_one}) == len(of_one)
-    assert all(re.fullmatch("(?!0{32})[0-9a-f]{32}", one.trace) for one in of_one)
+        assert (len({span.trace for span in spans}), len({span.span for span in spans})) == (traces, len(ids_of_ranks))
+    segments = [ids_of_ranks[0].segment(epoch, part) for epoch in range(5) for part in range(5)]
+    of_one = [ids_of_ranks[0].run, *segments, *map(ids_of_ranks[0].step, range(99))]
+    assert len({span.trace for span in of_one}) == len({span.span for span in of_one}) == len(of_one)
+    assert all(re.fullmatch("(?!0{32})[0-9a-f]{32}", span.trace) for span in of_one)

@@ -39,9 +39,9 @@ METRIC = catalog.Metric("test.count", catalog.Kind.COUNTER, "", "", integer=True
 @pytest.fixture
 def image(flight_dir: Path) -> Iterator[flights.Image]:
     """A file with a ring of 16 records."""
-    made = flights.Image(flight_dir, flights.header(RECORDS))
-    yield made
-    made.close()
+    image = flights.Image(flight_dir, flights.header(RECORDS))
+    yield image
+    image.close()
 
 
 @pytest.fixture
@@ -64,19 +64,19 @@ def view(image: flights.Image | FlightWriter, *, final: bool = False) -> reader.
 
 def steps(image: flights.Image | FlightWriter, *, final: bool = False, lost: int | None = None) -> int:
     """The steps that it sees; ``lost``: and so many records that it counts as lost."""
-    seen = view(image, final=final)
-    assert lost in {None, flights.value(seen, catalog.FLIGHT_DROPPED, what="record")}
-    return flights.whole(flights.value(seen, catalog.STEPS))
+    shown = view(image, final=final)
+    assert lost in {None, flights.value(shown, catalog.FLIGHT_DROPPED, what="record")}
+    return flights.whole(flights.value(shown, catalog.STEPS))
 
 
 class Stalled:
     """A thread that has taken a number and is stopped before it stores its record."""
 
-    def __init__(self, made: FlightWriter, memory: flights.ImageMemory, number: int) -> None:
+    def __init__(self, writer: FlightWriter, memory: flights.ImageMemory, number: int) -> None:
         self._go, self._stopped = threading.Event(), threading.Event()
-        first = made.header.regions[Region.STEPS].offset
+        first = writer.header.regions[Region.STEPS].offset
         memory.before = lambda offset: self._stop() if offset >= first else None
-        self._thread = threading.Thread(target=flights.step, args=(made, number))
+        self._thread = threading.Thread(target=flights.step, args=(writer, number))
         self._thread.start()
         assert self._stopped.wait(10)
         memory.before = lambda _: None
@@ -94,34 +94,34 @@ class Stalled:
 @pytest.mark.usefixtures("long_wait")
 def test_a_record_waits_for_its_predecessor_that_another_thread_is_writing(image: flights.Image) -> None:
     """Steps are folded in the order of their numbers: the sampler's late record does not overtake the step before it."""
-    made, memory = flights.written(image)
-    flights.step(made, 1)
-    stalled = Stalled(made, memory, 2)
-    flights.step(made, 3)
-    made.fold()
+    writer, memory = flights.written(image)
+    flights.step(writer, 1)
+    stalled = Stalled(writer, memory, 2)
+    flights.step(writer, 3)
+    writer.fold()
     assert steps(image) == 1
     stalled.finish()
     assert steps(image) == 3
-    made.fold()
+    writer.fold()
     assert steps(image, lost=0) == 3
 
 
 @pytest.mark.usefixtures("no_wait")
 def test_a_number_that_stays_away_is_passed_over_and_still_counts_when_it_comes(image: flights.Image) -> None:
     """Nobody waits for ever; the record is counted as lost, then as a step, and no reader ever counts one twice."""
-    made, memory = flights.written(image)
+    writer, memory = flights.written(image)
     follower = image.open()
-    flights.step(made, 1)
-    stalled = Stalled(made, memory, 2)
+    flights.step(writer, 1)
+    stalled = Stalled(writer, memory, 2)
     for number in (3, 4, 5):
-        flights.step(made, number)
-    made.fold()
+        flights.step(writer, number)
+    writer.fold()
     assert steps(image, lost=1) == 4
     assert flights.value(follower.read(), catalog.STEPS) == 4
     stalled.finish()
-    flights.step(made, 6)
-    made.fold()
-    made.fold()
+    flights.step(writer, 6)
+    writer.fold()
+    writer.fold()
     assert steps(image) == steps(image, final=True) == 6
     assert flights.value(follower.read(), catalog.STEPS) == 6
     assert follower.rejected == 0
@@ -130,13 +130,13 @@ def test_a_number_that_stays_away_is_passed_over_and_still_counts_when_it_comes(
 
 def test_a_number_that_stays_away_does_not_let_the_ring_wrap(image: flights.Image) -> None:
     """A second is long at 100,000 steps a second: half a ring later the gap is passed over."""
-    made, memory = flights.written(image)
-    stalled = Stalled(made, memory, 1)
+    writer, memory = flights.written(image)
+    stalled = Stalled(writer, memory, 1)
     for number in range(2, 5 * RECORDS):
-        flights.step(made, number)
+        flights.step(writer, number)
         assert steps(image, final=True) == number - 1
     stalled.finish()
-    made.fold()
+    writer.fold()
     assert steps(image) == 5 * RECORDS - 1
 
 
@@ -164,29 +164,29 @@ def repeated(act: Callable[[], object], threads: int = 1, pause_s: float = 0.000
 
 def test_two_threads_append_and_a_third_folds_and_nothing_is_lost(image: flights.Image) -> None:
     """1,200 records through a ring of 16: every one counted, once, and a reader never sees fewer than before."""
-    made, _ = flights.written(image)
-    follower, seen = image.open(), [0]
-    with repeated(made.fold):
-        threads = [threading.Thread(target=lambda: [flights.step(made, number) for number in range(1, 601)]) for _ in range(2)]
+    writer, _ = flights.written(image)
+    follower, counts = image.open(), [0]
+    with repeated(writer.fold):
+        threads = [threading.Thread(target=lambda: [flights.step(writer, step) for step in range(1, 601)]) for _ in range(2)]
         for thread in threads:
             thread.start()
         while any(thread.is_alive() for thread in threads):
-            seen.append(flights.whole(flights.value(follower.read(), catalog.STEPS)))
-    made.fold()
-    assert seen == sorted(seen)
+            counts.append(flights.whole(flights.value(follower.read(), catalog.STEPS)))
+    writer.fold()
+    assert counts == sorted(counts)
     assert steps(image) == flights.value(follower.read(), catalog.STEPS) == 1200
     follower.close()
 
 
 def test_records_that_were_overwritten_before_anybody_folded_them_are_counted(image: flights.Image) -> None:
     """Only when folding itself stands still for half a ring: then the file says how many are missing."""
-    made, _ = flights.written(image)
-    assert made._folding.acquire(blocking=False)
+    writer, _ = flights.written(image)
+    assert writer._folding.acquire(blocking=False)
     for number in range(1, 41):
-        flights.step(made, number)
+        flights.step(writer, number)
     assert steps(image, final=True, lost=40 - RECORDS) == RECORDS
-    made._folding.release()
-    made.fold()
+    writer._folding.release()
+    writer.fold()
     assert steps(image, lost=0) == 40  # the writer had them all along
 
 
@@ -233,32 +233,32 @@ def bell() -> Iterator[Bell]:
 @pytest.mark.usefixtures("no_wait")
 def test_an_exception_between_any_two_lines_loses_no_acknowledged_record(image: flights.Image, bell: Bell) -> None:
     """Ctrl-C, or a handler that raises, anywhere in an append, a fold, a count: what returned is there, the rest works."""
-    made, _ = flights.written(image)
-    cell = made.table.cell(METRIC, {})
+    writer, _ = flights.written(image)
+    cell = writer.table.cell(METRIC, {})
     assert cell
     acknowledged = interrupted = number = counted = 0
     deadline = time.monotonic() + 2.0
-    with repeated(made.fold):
+    with repeated(writer.fold):
         while time.monotonic() < deadline or interrupted <= 100:
             try:
                 bell.armed = True
                 while True:
                     number += 1
-                    flights.step(made, number)
+                    flights.step(writer, number)
                     acknowledged += 1
                     cell.add(1)
                     cell.publish()
                     counted += 1
-                    made.event("test", {})
+                    writer.event("test", {})
             except Interruption:
                 interrupted += 1
         bell.stop()
     assert acknowledged <= steps(image, final=True) <= number
-    flights.step(made, number + 1)
+    flights.step(writer, number + 1)
     cell.add(1)
-    made.fold()
-    made.publish()
-    made.event("last", {})
+    writer.fold()
+    writer.publish()
+    writer.event("last", {})
     assert steps(image) > acknowledged
     file = image.open()
     assert flights.whole(flights.value(file.read(), METRIC)) > counted
@@ -270,22 +270,22 @@ def test_an_exception_between_any_two_lines_loses_no_acknowledged_record(image: 
 def test_a_signal_handler_may_write_too(flight_dir: Path) -> None:
     """In the middle of an append, a fold or a publication of the same thread: no deadlock, nothing lost, nothing twice."""
     image = flights.Image(flight_dir, flights.header())  # half its ring is more than handlers write during one append
-    made, _ = flights.written(image)
+    writer, _ = flights.written(image)
     counts = {"handler": 0, "main": 0}
-    cell = made.table.cell(METRIC, {})
+    cell = writer.table.cell(METRIC, {})
     assert cell
 
     def write(who: str) -> None:
-        flights.step(made, 1)
+        flights.step(writer, 1)
         cell.add(1)
-        made.event("test", {})
-        made.fold()
-        made.publish()
+        writer.event("test", {})
+        writer.fold()
+        writer.publish()
         counts[who] += 1
 
     otel.interrupted(lambda: write("main"), lambda: write("handler"), 300)
-    made.fold()
-    made.publish()
+    writer.fold()
+    writer.publish()
     assert steps(image, lost=0) == sum(counts.values())
     assert flights.value(view(image), METRIC) == sum(counts.values())
     image.close()
@@ -294,14 +294,14 @@ def test_a_signal_handler_may_write_too(flight_dir: Path) -> None:
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # a file of /proc that was just being read
 def test_an_interrupt_while_the_file_is_made_leaves_nothing(flight_dir: Path, bell: Bell) -> None:
     """Ctrl-C at any moment of a birth: no temporary file of the full size."""
-    place, made, cut = flights.place(flight_dir), 0, 0
-    while made + cut < 300 or made <= 10 or cut <= 10:
+    place, births, cut = flights.place(flight_dir), 0, 0
+    while births + cut < 300 or births <= 10 or cut <= 10:
         try:
             bell.armed = True
             born = create_flight_file(place, flights.header())
             bell.armed = False
             files.unlock(born.lock)
-            made += 1
+            births += 1
         except Interruption:
             cut += 1
     bell.stop()
@@ -312,26 +312,26 @@ def test_an_interrupt_while_the_file_is_made_leaves_nothing(flight_dir: Path, be
 def test_a_closed_writer_stores_nowhere_and_its_file_stays(flight_dir: Path) -> None:
     """For the exporter, which serves the end; closing twice is once."""
     before = len(list(Path("/proc/self/fd").iterdir()))
-    made = open_writer(flights.place(flight_dir), {"rank": 0}, MIN_SIZE)
-    name = made.name
-    flights.step(made, 1)
-    made.exit(Exit.EXCEPTION, -9)
-    made.close()
-    made.close()
+    writer = open_writer(flights.place(flight_dir), {"rank": 0}, MIN_SIZE)
+    name = writer.name
+    flights.step(writer, 1)
+    writer.exit(Exit.EXCEPTION, -9)
+    writer.close()
+    writer.close()
     raw = (flight_dir / name).read_bytes()
-    flights.step(made, 2)
-    made.heartbeat()
-    made.event("test", {})
-    made.fold()
-    made.publish()
-    assert made.check_name() is False
+    flights.step(writer, 2)
+    writer.heartbeat()
+    writer.event("test", {})
+    writer.fold()
+    writer.publish()
+    assert writer.check_name() is False
     assert (flight_dir / name).read_bytes() == raw
     assert {path.name for path in flight_dir.iterdir()} == {name, lock_name(name)}
     with contextlib.closing(reader.open_path(str(flight_dir / name))) as file:
         last = file.read(final=True)
     assert flights.value(last, catalog.STEPS) == 1
     assert (last.live.exit_reason, last.live.exit_code) == (Exit.EXCEPTION, -9)
-    del made
+    del writer
     assert len(list(Path("/proc/self/fd").iterdir())) <= before  # an earlier test's thread may close its own meanwhile
 
 
@@ -339,9 +339,9 @@ def cell(
     writer: FlightWriter, kind: Kind, *, integer: bool = False, bounds: tuple[float, ...] = (), either: bool = False
 ) -> Cell:
     """The cell of a metric x of that kind."""
-    made = writer.table.open(catalog.Metric("x", kind, "", "", bounds=bounds, integer=integer), {}, LAYERS, either=either)
-    assert made
-    return made
+    opened = writer.table.open(catalog.Metric("x", kind, "", "", bounds=bounds, integer=integer), {}, LAYERS, either=either)
+    assert opened
+    return opened
 
 
 def shown(image: flights.Image) -> object:
@@ -366,16 +366,16 @@ NUMBERS = [
 ]
 
 
-@pytest.mark.parametrize(("change", "numbers", "kind", "given", "expected"), NUMBERS)
+@pytest.mark.parametrize(("change", "numbers", "kind", "amounts", "expected"), NUMBERS)
 def test_numbers_of_any_size(
-    image: flights.Image, change: str, numbers: str, kind: Kind, given: list[float], expected: float | None
+    image: flights.Image, change: str, numbers: str, kind: Kind, amounts: list[float], expected: float | None
 ) -> None:
     """Whole or not, finite or not: the total is right or at its range's end; a gauge that is not finite is absent."""
     writer, _ = flights.written(image)
-    made = cell(writer, kind, integer=numbers == "integer", either=numbers == "either")
-    for value in given:
-        getattr(made, change)(value)
-    made.publish()
+    opened = cell(writer, kind, integer=numbers == "integer", either=numbers == "either")
+    for value in amounts:
+        getattr(opened, change)(value)
+    opened.publish()
     assert shown(image) == expected
     assert type(shown(image)) is type(expected)
 
@@ -383,11 +383,11 @@ def test_numbers_of_any_size(
 def test_a_histogram_s_value_on_a_bound_is_within_it_and_no_infinity_is_observed(image: flights.Image) -> None:
     """Buckets, sum, least and greatest."""
     writer, _ = flights.written(image)
-    made = cell(writer, Kind.HISTOGRAM, bounds=(1.0, 2.0))
+    histogram = cell(writer, Kind.HISTOGRAM, bounds=(1.0, 2.0))
     assert shown(image) == Distribution((0, 0, 0), 0.0, None, None)
     for value in (1.0, 1.5, 2.0, 2.5, nan, inf, -inf):
-        made.observe(value)
-    made.publish()
+        histogram.observe(value)
+    histogram.publish()
     assert shown(image) == Distribution((1, 2, 1), 7.0, 1.0, 2.5)
 
 
@@ -398,9 +398,9 @@ RING = 1024
 @pytest.fixture
 def small_writer(flight_dir: Path) -> Iterator[FlightWriter]:
     """Of the smallest file."""
-    made = open_writer(flights.place(flight_dir), {"rank": 0}, MIN_SIZE)
-    yield made
-    made.close()
+    opened = open_writer(flights.place(flight_dir), {"rank": 0}, MIN_SIZE)
+    yield opened
+    opened.close()
 
 
 def test_no_step_overwrites_one_that_is_not_folded(small_writer: FlightWriter) -> None:
@@ -409,13 +409,13 @@ def test_no_step_overwrites_one_that_is_not_folded(small_writer: FlightWriter) -
 
     def hold_up() -> None:
         with small_writer._folding:
-            held.set()
+            locked.set()
             wait_until(lambda: len(small_writer._recent) >= small_writer._full_at, interval_s=0.001)
             unfolded.append(len(small_writer._recent))
 
-    held, thread = threading.Event(), threading.Thread(target=hold_up)
+    locked, thread = threading.Event(), threading.Thread(target=hold_up)
     thread.start()
-    assert held.wait(30)
+    assert locked.wait(30)
     for number in range(1, 3 * RING):
         flights.step(small_writer, number)
     thread.join()
@@ -432,10 +432,10 @@ def test_no_step_overwrites_one_that_is_not_folded(small_writer: FlightWriter) -
 @pytest.fixture
 def born(flight_dir: Path) -> Iterator[CreatedFile]:
     """A new file."""
-    made = create_flight_file(flights.place(flight_dir, in_memory=False), flights.header(16))
-    yield made
-    files.unlock(made.lock)
-    made.place.directory.close()
+    file = create_flight_file(flights.place(flight_dir, in_memory=False), flights.header(16))
+    yield file
+    files.unlock(file.lock)
+    file.place.directory.close()
 
 
 def test_what_waits_is_bounded_however_long_nobody_flushes(born: CreatedFile) -> None:

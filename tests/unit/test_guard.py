@@ -98,8 +98,8 @@ KINDS: dict[str, tuple[Callable[[], torch.Tensor], bool]] = {
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_nan_alone_is_wrong_by_default(kind: str) -> None:
     """Promise: ids are integers, logits exceed 1, tensors are of every kind; a NaN is found in each that can hold one."""
-    made, is_sound = KINDS[kind]
-    assert guard.Contract().inspect(made()).ok is is_sound
+    make, is_sound = KINDS[kind]
+    assert guard.Contract().inspect(make()).ok is is_sound
 
 
 @pytest.mark.parametrize(
@@ -127,7 +127,7 @@ def test_names_have_one_size_in_all_tensors_of_a_check() -> None:
     contracts = {"x": guard.Contract("batch features"), "y": guard.Contract("batch")}
     with pytest.raises(guard.ContractError) as caught:
         guard.validate_inputs(inputs, contracts)
-    assert [(found.where, found.kind) for found in caught.value.problems] == [("y", "shape"), ("z", "finite")]
+    assert [(problem.where, problem.kind) for problem in caught.value.problems] == [("y", "shape"), ("z", "finite")]
     guard.validate_inputs({"x": (inputs["x"], contracts["x"]), "y": (torch.zeros(4), contracts["y"])})
     with pytest.raises(TypeError, match="a dictionary of tensors by name"):
         guard.validate_inputs([inputs["x"]])  # type: ignore[arg-type]
@@ -217,8 +217,8 @@ def test_tensors_of_every_kind_are_looked_at() -> None:
     """Promise: also float64 beyond float32, lazy ones, a NaN in a mask, and anything not finite in a norm's statistics."""
     model = layer_with(mask=torch.tensor([0.0, -inf, nan]), running_mean=torch.tensor([1.0, -inf]))
     everything = {"module." + name: tensor for name, tensor in model.state_dict().items()}
-    for given in (model, everything):
-        assert [layer.where for layer in guard.check_model(given).problems] == ["mask", "running_mean"]
+    for weights in (model, everything):
+        assert [layer.where for layer in guard.check_model(weights).problems] == ["mask", "running_mean"]
     tensors: dict[str, Any] = {kind: make() for kind, (make, _) in KINDS.items() if kind not in {"meta", "nested"}}
     bad = {kind for kind, (_, is_sound) in KINDS.items() if not is_sound}
     assert {layer.where for layer in guard.check_model(tensors).problems} == bad
@@ -231,12 +231,12 @@ def test_tensors_of_every_kind_are_looked_at() -> None:
 def test_a_model_without_values_is_not_sound() -> None:
     """Promise: on the device meta nothing can be looked at, which is an error, or beside a reference a remark."""
     real, meta = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2, device="meta")
-    for given in (meta, torch.nn.Sequential(real, meta)):
+    for model in (meta, torch.nn.Sequential(real, meta)):
         with pytest.raises(ValueError, match="weight is on the device meta, where it has no values"):
-            guard.check_model(given)
+            guard.check_model(model)
     report = guard.check_model(meta, real)
     assert report.ok
-    assert [(each.kind, each.where) for each in report.remarks] == [("meta", "weight"), ("meta", "bias")]
+    assert [(remark.kind, remark.where) for remark in report.remarks] == [("meta", "weight"), ("meta", "bias")]
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -283,13 +283,13 @@ def test_differences_from_a_reference() -> None:
     """Promise: layers that were added, lost or reshaped are named; of a weight that layers share a file has one copy."""
     reference = {"a": torch.ones(2), "b": torch.ones(3), "c": torch.ones(4)}
     report = guard.check_model({"a": torch.ones(2), "b": torch.ones(5), "d": torch.ones(1)}, reference)
-    assert [(each.kind, each.where) for each in report.problems] == [("shape", "b"), ("missing", "c"), ("added", "d")]
+    assert [(problem.kind, problem.where) for problem in report.problems] == [("shape", "b"), ("missing", "c"), ("added", "d")]
     assert report.problems[0].text == "its shape is (5,), and the reference has (3,)"
     assert guard.check_model(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)).ok
     for device in ("cpu", "meta"):
         model = torch.nn.Sequential(torch.nn.Embedding(9, 4), torch.nn.Linear(4, 9, bias=False)).to(device)
         saved = {"0.weight": torch.randn(9, 4)}
-        assert [str(each) for each in guard.check_model(saved, model).problems] == ["1.weight: only the reference has it"]
+        assert [str(problem) for problem in guard.check_model(saved, model).problems] == ["1.weight: only the reference has it"]
         model[1].weight = model[0].weight
         for tied in (model, model.state_dict()):
             assert guard.check_model(saved, reference=tied).ok
@@ -316,7 +316,7 @@ def test_zeros_are_remarked_as_what_is_common() -> None:
     (remark,) = guard.check_model(MODELS["adapter"]()).remarks
     assert (remark.where, remark.text[:27]) == ("weight", "every value is 0: common be")
     assert not guard.check_model(torch.nn.LayerNorm(8)).remarks
-    assert [each.where for each in guard.check_model(torch.nn.LayerNorm([4, 8])).remarks] == ["weight", "bias"]
+    assert [layer.where for layer in guard.check_model(torch.nn.LayerNorm([4, 8])).remarks] == ["weight", "bias"]
 
 
 class Pair(NamedTuple):
@@ -337,9 +337,9 @@ def test_refuse_is_the_default_and_finite_outputs_are_the_same_objects() -> None
 
 def test_clamp_and_nan_to_num() -> None:
     """Promise: values become what was said; structures keep their class; clamp does not hide a NaN; float8 is looked at."""
-    found = guard.sanitize_outputs(Pair(torch.tensor([inf, -inf, 5.0, 0.5]), None), "clamp", low=-1.0, high=1.0)
-    assert found == Pair(logits=found.logits, hidden=None)
-    assert found.logits.tolist() == [1.0, -1.0, 1.0, 0.5]
+    clamped = guard.sanitize_outputs(Pair(torch.tensor([inf, -inf, 5.0, 0.5]), None), "clamp", low=-1.0, high=1.0)
+    assert clamped == Pair(logits=clamped.logits, hidden=None)
+    assert clamped.logits.tolist() == [1.0, -1.0, 1.0, 0.5]
     with pytest.raises(guard.NonFiniteOutputError, match="use nan_to_num"):
         guard.sanitize_outputs(torch.tensor([nan]), "clamp")
     assert guard.sanitize_outputs(torch.tensor([nan, inf]), "nan_to_num", nan=0.25, high=9.0).tolist() == [0.25, 9.0]
@@ -366,26 +366,26 @@ class _ModelOutput(ModelOutput):  # type: ignore[misc]  # untyped
     logits: torch.Tensor | None = None
 
 
-@pytest.mark.parametrize("made", [_Output, _ModelOutput])
-def test_dataclasses_of_tensors_are_looked_into(made: Any) -> None:
+@pytest.mark.parametrize("output_class", [_Output, _ModelOutput])
+def test_dataclasses_of_tensors_are_looked_into(output_class: Any) -> None:
     """Promise: a NaN in a dataclass, or in transformers' outputs, is found by each function and replaced in a copy."""
-    output = made(logits=torch.tensor([nan, 3.0]))
+    output = output_class(logits=torch.tensor([nan, 3.0]))
     with pytest.raises(guard.NonFiniteOutputError, match=r"output\.logits: 1 NaN"):
         guard.sanitize_outputs(output)
     assert not guard.safe_inference(lambda _: output, torch.ones(1)).ok
     report = guard.check_outputs(output)
-    assert [(each.kind, each.where) for each in report.problems] == [("nonfinite", "output.logits")]
+    assert [(problem.kind, problem.where) for problem in report.problems] == [("nonfinite", "output.logits")]
     assert (report["output.logits"].nan_count, report["output.logits"].numel) == (1, 2)
     with pytest.raises(KeyError, match=r"there is output\.logits"):
         report["output.text"]
     assert not guard.check_outputs([torch.tensor([1j * nan]), torch.eye(2).to_sparse(), torch.tensor([1])])
     with pytest.raises(ValueError, match="on the device meta"):
         guard.check_outputs(torch.empty(2, device="meta"))
-    found = guard.sanitize_outputs(output, "nan_to_num")
-    assert type(found) is made
-    assert found.logits.tolist() == [0.0, 3.0]
+    sanitized = guard.sanitize_outputs(output, "nan_to_num")
+    assert type(sanitized) is output_class
+    assert sanitized.logits.tolist() == [0.0, 3.0]
     assert output.logits.isnan().any()
-    assert guard.sanitize_outputs(found) is found
+    assert guard.sanitize_outputs(sanitized) is sanitized
 
 
 def test_wrong_arguments() -> None:
@@ -418,7 +418,7 @@ def test_wrong_arguments() -> None:
 def test_each_sickness_is_told(outputs: torch.Tensor, problem: str) -> None:
     """Promise: what is wrong is said in words; a violation of a contract is listed, not raised."""
     report = guard.check_outputs(outputs, classes=1, contract=guard.Contract(max=2.0))
-    assert any(found.text.startswith(problem) for found in report.problems), report
+    assert any(sickness.text.startswith(problem) for sickness in report.problems), report
 
 
 class Flaky:
@@ -441,12 +441,12 @@ def test_safe_inference_returns_what_became_of_it() -> None:
     assert result.data.tolist() == [2.0, 2.0]
     assert not result.data.requires_grad
     assert "TypeError: wrong" in str(guard.safe_inference(Flaky(TypeError("wrong")), x))
-    for model, given, attempts, category in (
+    for model, batch, attempts, category in (
         (Flaky(TypeError("wrong")), x, 1, guard.Category.DATA),
         (Flaky(*[torch.OutOfMemoryError() for _ in range(9)]), x, 3, guard.Category.MEMORY),
         (Flaky(), torch.tensor([nan]), 1, guard.Category.NUMERICS),
     ):
-        failed = guard.safe_inference(model, given, max_retries=2, backoff_s=0.0)
+        failed = guard.safe_inference(model, batch, max_retries=2, backoff_s=0.0)
         assert (failed.ok, failed.attempts, failed.category) == (False, attempts, category)
     for arguments in ({"a": x, "b": x}, (x, x)):
         assert guard.safe_inference(lambda a, b: a + b, arguments).data.tolist() == [2.0, 2.0]

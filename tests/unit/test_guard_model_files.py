@@ -130,9 +130,9 @@ def test_verdict_and_loading(tmp_path: Path, name: str) -> None:
     verdict, make = FILES[name]
     path = tmp_path / name
     make(path)
-    found = guard.scan_file(path)
-    assert found.risk == verdict, found
-    assert found.ok == (verdict == "clean")
+    scan = guard.scan_file(path)
+    assert scan.risk == verdict, scan
+    assert scan.ok == (verdict == "clean")
     if name in {"state.pt", "old.pt", "weights.safetensors"}:
         assert guard.load(path)
         return

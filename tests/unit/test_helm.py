@@ -61,13 +61,13 @@ def alerts_of(text: str) -> dict[str, dict[str, Any]]:
 
 def summary(text: str) -> str:
     """Return manifests without what is generated from elsewhere: rules, dashboards and the version."""
-    made = objects(text)
-    for one in made:
-        if one["kind"] == "PrometheusRule":
-            one["spec"]["groups"] = [group["name"] for group in one["spec"]["groups"]]
-        if one["metadata"]["name"].endswith("-dashboard") and "data" in one:
-            one["data"] = {name: json.loads(content)["title"] for name, content in one["data"].items()}
-    return yaml.safe_dump_all(made, width=120).replace(__version__, "VERSION")
+    manifests = objects(text)
+    for manifest in manifests:
+        if manifest["kind"] == "PrometheusRule":
+            manifest["spec"]["groups"] = [group["name"] for group in manifest["spec"]["groups"]]
+        if manifest["metadata"]["name"].endswith("-dashboard") and "data" in manifest:
+            manifest["data"] = {name: json.loads(content)["title"] for name, content in manifest["data"].items()}
+    return yaml.safe_dump_all(manifests, width=120).replace(__version__, "VERSION")
 
 
 @pytest.mark.parametrize("name", VALUE_SETS)
@@ -196,15 +196,15 @@ def test_the_dashboards_are_the_shipped_ones(checkout: Path) -> None:
     """Each in a ConfigMap with the label and the folder that Grafana's sidecar looks for."""
     shipped = {path.name: json.loads(path.read_text()) for path in (checkout / "deploy/grafana/dashboards").glob("*.json")}
     maps = of_kind(objects(rendered()), "ConfigMap")
-    assert {name: json.loads(text) for made in maps for name, text in made["data"].items()} == shipped
-    assert all(made["metadata"]["labels"]["grafana_dashboard"] == "1" for made in maps)
-    assert all(made["metadata"]["annotations"]["grafana_folder"] == "torchobs" for made in maps)
+    assert {name: json.loads(text) for config_map in maps for name, text in config_map["data"].items()} == shipped
+    assert all(config_map["metadata"]["labels"]["grafana_dashboard"] == "1" for config_map in maps)
+    assert all(config_map["metadata"]["annotations"]["grafana_folder"] == "torchobs" for config_map in maps)
 
 
 def test_prometheus_takes_the_scrape_configuration(tmp_path: Path, program: Callable[[str], str]) -> None:
     """As a file of `scrape_config_files`."""
-    (made,) = [one for one in objects(rendered("-f", values_of("plain"))) if one["metadata"]["name"].endswith("scrape-config")]
-    (text,) = made["data"].values()
+    maps = of_kind(objects(rendered("-f", values_of("plain"))), "ConfigMap")
+    ((text,),) = (config["data"].values() for config in maps if config["metadata"]["name"].endswith("scrape-config"))
     (tmp_path / "jobs.yaml").write_text(text)
     (tmp_path / "prometheus.yml").write_text(yaml.safe_dump({"scrape_config_files": ["jobs.yaml"]}))
     newest = shutil.which("promtool3") or program("promtool")  # Prometheus 2.42 has no scrape_config_files
@@ -228,20 +228,21 @@ def test_without_an_image_nothing_is_installed() -> None:
 
 def test_what_the_cluster_lacks_is_an_error_or_named() -> None:
     """No policy: an error that says what to set. No CRDs of the Prometheus operator: no object of these kinds."""
-    given = ("--kube-version", OLDEST, *IMAGE)
-    served = {kind: ("--api-versions", ",".join(one for one in SERVED if kind not in one)) for kind in ("Policy", "PodMonitor")}
-    refused = helm("template", "torchobs", CHART, *given, *served["Policy"])
+    options = ("--kube-version", OLDEST, *IMAGE)
+    served = {kind: ("--api-versions", ",".join(api for api in SERVED if kind not in api)) for kind in ("Policy", "PodMonitor")}
+    refused = helm("template", "torchobs", CHART, *options, *served["Policy"])
     assert "serves no MutatingAdmissionPolicy" in refused.stderr
     assert "set injection.engine to kyverno or none" in refused.stderr
-    kinds = [one["kind"] for one in objects(checked(*given, *served["PodMonitor"]))]
+    kinds = [api["kind"] for api in objects(checked(*options, *served["PodMonitor"]))]
     assert ("PodMonitor" in kinds, "PrometheusRule" in kinds) == (False, True)
-    asked = checked(*given, *served["PodMonitor"], "--set", "podMonitor.enabled=true")
+    asked = checked(*options, *served["PodMonitor"], "--set", "podMonitor.enabled=true")
     assert len(of_kind(objects(asked), "PodMonitor")) == 1
 
 
 def test_without_a_cluster_no_pod_is_applied() -> None:
     """Promise: `helm template | kubectl apply` makes all but the pods of `helm test`; Argo CD is asked to skip them."""
-    kinds = {one["kind"] for one in objects(checked("--kube-version", NEWEST, *IMAGE, "--set", "injection.apiVersion=v1"))}
+    text = checked("--kube-version", NEWEST, *IMAGE, "--set", "injection.apiVersion=v1")
+    kinds = {manifest["kind"] for manifest in objects(text)}
     assert kinds >= {"PodMonitor", "PrometheusRule", "MutatingAdmissionPolicy", "ConfigMap"}
     assert "Pod" not in kinds
     for pod in of_kind(objects(rendered()), "Pod"):
@@ -252,32 +253,32 @@ def test_without_a_cluster_no_pod_is_applied() -> None:
 def test_every_object_has_the_labels_and_the_name_of_the_release(name: str) -> None:
     """The injection's, too, whatever else is set; and a chart that has this one for its helpers alone gets no object."""
     values = POLICY if name == "policy" else ("-f", values_of(name))
-    own = ("--set", "fullnameOverride=own-name", "--set", "additionalLabels.cost-center=ml")
-    for one in objects(rendered(*values, *own, version=NEWEST)):
-        labels = one["metadata"]["labels"]
-        assert (labels["cost-center"], labels["app.kubernetes.io/instance"]) == ("ml", "torchobs"), one["kind"]
-        assert one["metadata"]["name"].startswith("own-name"), one["kind"]
+    naming = ("--set", "fullnameOverride=own-name", "--set", "additionalLabels.cost-center=ml")
+    for manifest in objects(rendered(*values, *naming, version=NEWEST)):
+        labels = manifest["metadata"]["labels"]
+        assert (labels["cost-center"], labels["app.kubernetes.io/instance"]) == ("ml", "torchobs"), manifest["kind"]
+        assert manifest["metadata"]["name"].startswith("own-name"), manifest["kind"]
     assert objects(rendered(*values, "--set", "helpersOnly=true", version=NEWEST)) == []
 
 
 @pytest.mark.parametrize(("served", "expected"), [((), "v1"), (("v1alpha1",), "v1alpha1"), (("v1beta1", "v1"), "v1")])
 def test_kyvernos_policy_has_the_newest_version_that_is_served(served: tuple[str, ...], expected: str) -> None:
     """Kyverno 1.15 has the alpha of it, 1.16 the beta; without a cluster it is that of 1.17."""
-    known = [text for version in served for text in ("--api-versions", f"policies.kyverno.io/{version}/MutatingPolicy")]
-    given = ("--set", "injection.engine=kyverno", "-s", "templates/injection/kyverno.yaml")
-    (made,) = objects(rendered(*given, *known))
-    assert made["apiVersion"] == f"policies.kyverno.io/{expected}"
+    api_versions = [text for version in served for text in ("--api-versions", f"policies.kyverno.io/{version}/MutatingPolicy")]
+    options = ("--set", "injection.engine=kyverno", "-s", "templates/injection/kyverno.yaml")
+    (policy,) = objects(rendered(*options, *api_versions))
+    assert policy["apiVersion"] == f"policies.kyverno.io/{expected}"
     if served:  # and no policy of Kubernetes' own
-        chosen = checked("--kube-version", OLDEST, *IMAGE, *known, "-s", "templates/injection/kyverno.yaml")
+        chosen = checked("--kube-version", OLDEST, *IMAGE, *api_versions, "-s", "templates/injection/kyverno.yaml")
         assert objects(chosen)[0]["apiVersion"] == f"policies.kyverno.io/{expected}"
 
 
 def ports(*settings: str) -> list[dict[str, Any]]:
     """The TCP ports of the NetworkPolicy: to whom scrapes, and to all."""
-    given = ",".join(["networkPolicy.enabled=true,networkPolicy.namespaces={research}", *settings])
-    (made,) = objects(rendered("--set", given, "-s", "templates/networkpolicy.yaml"))
-    assert made["spec"]["podSelector"] == {"matchLabels": {"torchobs": "sidecar"}}
-    return [port for rule in made["spec"]["ingress"] for port in rule["ports"] if port["protocol"] == "TCP"]
+    values = ",".join(["networkPolicy.enabled=true,networkPolicy.namespaces={research}", *settings])
+    (network_policy,) = objects(rendered("--set", values, "-s", "templates/networkpolicy.yaml"))
+    assert network_policy["spec"]["podSelector"] == {"matchLabels": {"torchobs": "sidecar"}}
+    return [port for rule in network_policy["spec"]["ingress"] for port in rule["ports"] if port["protocol"] == "TCP"]
 
 
 def test_the_network_policy_closes_the_exporters_port_alone() -> None:
@@ -293,7 +294,7 @@ def test_the_network_policy_closes_the_exporters_port_alone() -> None:
 PAGES = (
     "README.md",
     "docs/kubernetes.md",
-    *(f"{one}/README.md" for one in ("helm/torchobs", "deploy/prometheus", "deploy/grafana")),
+    *(f"{folder}/README.md" for folder in ("helm/torchobs", "deploy/prometheus", "deploy/grafana")),
 )
 WORDS = {"REGISTRY": "registry.example.org", "TAG": "1.0", "NAME": "stack"}
 """What a reader replaces."""
@@ -329,7 +330,7 @@ def test_every_command_with_the_chart_renders(words: list[str], tmp_path: Path) 
     """An option that the chart has no value for is refused by its schema."""
     (tmp_path / "alerts.yml").write_text((ROOT / "deploy/prometheus/rules/torchobs-alerts.yml").read_text())
     arguments = [str(CHART) if word == "helm/torchobs" else word for word in words[2:] if word not in OF_A_CLUSTER]
-    replaced = [re.sub(r"\b(REGISTRY|TAG|NAME)\b", lambda found: WORDS[found[0]], word) for word in arguments]
+    replaced = [re.sub(r"\b(REGISTRY|TAG|NAME)\b", lambda match: WORDS[match[0]], word) for word in arguments]
     replaced = [word.replace("=alerts.yml", f"={tmp_path / 'alerts.yml'}") for word in replaced]
     image = () if any("image.repository" in word for word in replaced) else ("--set", "image.repository=any")
     done = helm("template", *replaced, *image, *CLUSTER, "--kube-version", NEWEST)
@@ -342,9 +343,9 @@ def test_the_values_for_several_releases_render(tmp_path: Path) -> None:
     text = (CHART / "README.md").read_text()
     (block,) = re.findall(r"^```yaml\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
     (tmp_path / "values.yaml").write_text(block)
-    made = objects(rendered("-f", tmp_path / "values.yaml", "--set", "injection.apiVersion=v1", version=NEWEST))
-    assert {one["metadata"]["name"].startswith("torchobs-vision") for one in made} == {True}
-    assert not {"PrometheusRule", "ConfigMap"} & {one["kind"] for one in made}
+    manifests = objects(rendered("-f", tmp_path / "values.yaml", "--set", "injection.apiVersion=v1", version=NEWEST))
+    assert {manifest["metadata"]["name"].startswith("torchobs-vision") for manifest in manifests} == {True}
+    assert not {"PrometheusRule", "ConfigMap"} & {manifest["kind"] for manifest in manifests}
 
 
 def test_the_command_that_labels_a_job_labels_its_pods(tmp_path: Path, program: Callable[[str], str]) -> None:

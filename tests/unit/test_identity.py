@@ -114,8 +114,8 @@ def test_nonsense_is_reported_once_and_the_next_launcher_asked(environ: dict[str
 
 def test_settings_beat_the_launcher() -> None:
     """Rank, local rank, world size, restart, run id and job name can be told, by argument or variable."""
-    told = variables("TORCHOBS_RANK=6 TORCHOBS_RUN_ID=mine OTEL_SERVICE_NAME=gpt")
-    identity, problems = _discover(ELASTIC | told, local_rank=2, world_size=16, restart=9)
+    chosen = variables("TORCHOBS_RANK=6 TORCHOBS_RUN_ID=mine OTEL_SERVICE_NAME=gpt")
+    identity, problems = _discover(ELASTIC | chosen, local_rank=2, world_size=16, restart=9)
     assert _place(identity) == ("torchrun", 6, 16, 2, 4, 1, 9)
     assert (identity.run_id, identity.job_name, problems) == ("mine", "gpt", [])
 
@@ -148,11 +148,11 @@ def test_the_better_source_of_the_run_id_wins() -> None:
 def test_an_unnamed_torchrun_gives_its_ranks_and_restarts_one_run() -> None:
     """Two ranks and a restart of one launch agree, although a shell of its own started each; the next launch differs."""
     ids: dict[str, set[str]] = {"juw2a885": set(), "w2fr259u": set()}
-    for launch, found in ids.items():
+    for launch, run_ids in ids.items():
         for rank, attempt, parent in (("0", 0, "51"), ("1", 0, "52"), ("1", 1, "53")):
             file = f"/logs/none_{launch}/attempt_{attempt}/{rank}/error.json"
             worker = {"RANK": rank, "LOCAL_RANK": rank, "TORCHELASTIC_ERROR_FILE": file}
-            found.add(_discover(UNNAMED | worker, dataclasses.replace(PROCESS, parent=parent))[0].run_id)
+            run_ids.add(_discover(UNNAMED | worker, dataclasses.replace(PROCESS, parent=parent))[0].run_id)
     assert ids == {launch: {f"node7-{launch}"} for launch in ids}
 
 
@@ -283,11 +283,11 @@ def _pytorchjob(rank: int, name: str = "gpt", namespace: str = "ml") -> tuple[st
 
 def test_ranks_that_share_an_address_are_one_run_and_it_is_said_that_the_next_one_is_it_too() -> None:
     """A pod of its own for each rank, torchrun in none of them, and no rendezvous id."""
-    found = [_in_pod(*_pytorchjob(rank)) for rank in range(4)]
-    assert [identity.rank for identity, _ in found] == [0, 1, 2, 3]
-    assert len({identity.run_id for identity, _ in found}) == 1
-    assert {(identity.job_name, identity.launcher, identity.world_size) for identity, _ in found} == {("gpt", "env", 4)}
-    for _, (problem,) in found:
+    identities = [_in_pod(*_pytorchjob(rank)) for rank in range(4)]
+    assert [identity.rank for identity, _ in identities] == [0, 1, 2, 3]
+    assert len({identity.run_id for identity, _ in identities}) == 1
+    assert {(identity.job_name, identity.launcher, identity.world_size) for identity, _ in identities} == {("gpt", "env", 4)}
+    for _, (problem,) in identities:
         assert str(problem).startswith("TORCHOBS_RUN_ID is not set")
         assert "a later run at the same address has the same id" in str(problem)
 
@@ -304,10 +304,10 @@ def test_another_address_port_or_namespace_is_another_run() -> None:
         "DeepSpeed on one node has a parent, which no later run has": (DEEPSPEED | {"MASTER_ADDR": "10.0.0.7"},),
         "torchrun's port is another after each restart": (UNNAMED | {"MASTER_ADDR": "gpt-node-0-0.gpt"},),
         **{
-            f"{one or 'no address'}: of the node itself": (
-                variables(f"RANK=1 WORLD_SIZE=2 MASTER_PORT=29500 MASTER_ADDR={one}"),
+            f"{address or 'no address'}: of the node itself": (
+                variables(f"RANK=1 WORLD_SIZE=2 MASTER_PORT=29500 MASTER_ADDR={address}"),
             )
-            for one in ("127.0.0.1", "localhost", "::1", "")
+            for address in ("127.0.0.1", "localhost", "::1", "")
         },
     }
 )

@@ -47,31 +47,31 @@ def pod(
     return {"metadata": metadata, "spec": {"containers": [*containers] or [{"name": "a"}]} | spec}
 
 
-def sidecar(made: dict[str, Any]) -> dict[str, Any]:
+def sidecar(injected: dict[str, Any]) -> dict[str, Any]:
     """The exporter's container."""
-    found: dict[str, Any] = made["spec"]["initContainers"][0]
-    assert found["name"] == "torchobs"
-    return found
+    container: dict[str, Any] = injected["spec"]["initContainers"][0]
+    assert container["name"] == "torchobs"
+    return container
 
 
 def environment(container: dict[str, Any]) -> dict[str, Any]:
     """A container's variables, each of which it has once: their text, or where it comes from."""
     env = container["env"]
-    found = {one["name"]: one.get("value", one.get("valueFrom")) for one in env}
-    assert len(found) == len(env)
-    return found
+    variables = {variable["name"]: variable.get("value", variable.get("valueFrom")) for variable in env}
+    assert len(variables) == len(env)
+    return variables
 
 
 @pytest.mark.parametrize("security", [{}, {"runAsUser": 0}, {"runAsUser": 7}, {"fsGroup": 9}])
 def test_it_makes_of_a_jobs_pod_what_the_helper_does(default: dict[str, Any], tmp_path: Path, security: dict[str, int]) -> None:
     """Sidecar, volumes, mounts, variables, group and grace: the policy and `torchobs.podSpec` are two ways to one pod."""
-    own: dict[str, Any] = {"securityContext": security} if security else {}
-    described = pod_spec(tmp_path, {"containers": [{"name": "trainer"}], **own})
-    given = pod({"name": "trainer"}, terminationGracePeriodSeconds=30, **own)
-    given["metadata"]["labels"] |= {"batch.kubernetes.io/job-name": "gpt", "batch.kubernetes.io/controller-uid": "c1"}
-    made = admitted(default, given)
-    assert made["spec"] == described
-    assert made["metadata"]["labels"]["torchobs"] == "sidecar"
+    settings: dict[str, Any] = {"securityContext": security} if security else {}
+    described = pod_spec(tmp_path, {"containers": [{"name": "trainer"}], **settings})
+    plain = pod({"name": "trainer"}, terminationGracePeriodSeconds=30, **settings)
+    plain["metadata"]["labels"] |= {"batch.kubernetes.io/job-name": "gpt", "batch.kubernetes.io/controller-uid": "c1"}
+    injected = admitted(default, plain)
+    assert injected["spec"] == described
+    assert injected["metadata"]["labels"]["torchobs"] == "sidecar"
 
 
 def test_the_raw_policy_does_nothing_until_an_image_is_named() -> None:
@@ -84,12 +84,12 @@ def test_the_raw_policy_does_nothing_until_an_image_is_named() -> None:
 
 def test_the_registrys_secrets_come_to_the_pods_own() -> None:
     """Each once, whether the values have names or objects; without any the pod's list is not touched."""
-    made = policy(injection__imagePullSecrets="{ours,mine}")
-    assert admitted(made, pod())["spec"]["imagePullSecrets"] == [{"name": "ours"}, {"name": "mine"}]
-    own = [{"name": "mine"}]
-    assert admitted(made, pod(imagePullSecrets=own))["spec"]["imagePullSecrets"] == [*own, {"name": "ours"}]
+    with_secrets = policy(injection__imagePullSecrets="{ours,mine}")
+    assert admitted(with_secrets, pod())["spec"]["imagePullSecrets"] == [{"name": "ours"}, {"name": "mine"}]
+    mine = [{"name": "mine"}]
+    assert admitted(with_secrets, pod(imagePullSecrets=mine))["spec"]["imagePullSecrets"] == [*mine, {"name": "ours"}]
     both = [{"name": "ours"}, {"name": "mine"}]
-    assert admitted(made, pod(imagePullSecrets=both))["spec"]["imagePullSecrets"] == both
+    assert admitted(with_secrets, pod(imagePullSecrets=both))["spec"]["imagePullSecrets"] == both
 
 
 NUMBERED = "$(TORCHOBS_K8S_JOB_UID)-$(POD_INDEX)"
@@ -109,22 +109,22 @@ def test_pods_that_train_for_themselves_are_runs_of_their_own(
 ) -> None:
     """By an annotation: the same run for the pod that replaces another, where pods have a number; else all pods are one run."""
 
-    def trainer(given: dict[str, Any]) -> dict[str, Any]:
-        return environment(admitted(default, given)["spec"]["containers"][0])
+    def trainer(plain: dict[str, Any]) -> dict[str, Any]:
+        return environment(admitted(default, plain)["spec"]["containers"][0])
 
-    given = pod(annotations={"run": "pod"})
-    given["metadata"] |= {"ownerReferences": [{"controller": True, "uid": "u", "name": "n", "kind": "any"}]}
-    given["metadata"]["labels"] |= labels
-    env = trainer(given)
+    numbered = pod(annotations={"run": "pod"})
+    numbered["metadata"] |= {"ownerReferences": [{"controller": True, "uid": "u", "name": "n", "kind": "any"}]}
+    numbered["metadata"]["labels"] |= labels
+    env = trainer(numbered)
     assert env["TORCHOBS_RUN_ID"] == expected
-    known = list(env)
-    used = {name for name in known if f"$({name})" in expected}
+    names = list(env)
+    used = {name for name in names if f"$({name})" in expected}
     assert used
-    assert all(known.index(name) < known.index("TORCHOBS_RUN_ID") for name in used), "kubelet knows what came before"
-    del given["metadata"]["annotations"]
-    assert "TORCHOBS_RUN_ID" not in trainer(given)
-    own = pod({"name": "a", "env": [{"name": "TORCHOBS_RUN_ID", "value": "mine"}]}, annotations={"run": "pod"})
-    assert trainer(own)["TORCHOBS_RUN_ID"] == "mine"
+    assert all(names.index(name) < names.index("TORCHOBS_RUN_ID") for name in used), "kubelet knows what came before"
+    del numbered["metadata"]["annotations"]
+    assert "TORCHOBS_RUN_ID" not in trainer(numbered)
+    named = pod({"name": "a", "env": [{"name": "TORCHOBS_RUN_ID", "value": "mine"}]}, annotations={"run": "pod"})
+    assert trainer(named)["TORCHOBS_RUN_ID"] == "mine"
     assert trainer(pod(annotations={"run": "pod"}))["TORCHOBS_RUN_ID"] == "$(POD_UID)"
 
 
@@ -147,12 +147,12 @@ def test_the_sidecar_starts_and_reads_whatever_the_pods_users_are(
 ) -> None:
     """Never as root; by a group of the volumes, or without one (ssh keys, OpenShift) as the trainer's user or root's group."""
     annotations = {"fsgroup": annotation} if annotation else None
-    given = pod({"name": "a", "securityContext": trainer}, annotations=annotations, securityContext=security)
-    made = admitted(policy(**settings), given)
-    own = sidecar(made)["securityContext"]
-    assert own["runAsNonRoot"] is True
-    assert {key: own[key] for key in ("runAsUser", "runAsGroup") if key in own} == sidecars
-    assert made["spec"]["securityContext"].get("fsGroup") == group
+    plain = pod({"name": "a", "securityContext": trainer}, annotations=annotations, securityContext=security)
+    injected = admitted(policy(**settings), plain)
+    context = sidecar(injected)["securityContext"]
+    assert context["runAsNonRoot"] is True
+    assert {key: context[key] for key in ("runAsUser", "runAsGroup") if key in context} == sidecars
+    assert injected["spec"]["securityContext"].get("fsGroup") == group
 
 
 FROM_A_MAP = {"configMapKeyRef": {"name": "paths", "key": "python"}}
@@ -172,13 +172,13 @@ def test_a_path_of_the_pods_own_is_kept(
     env: list[Any], annotations: dict[str, str] | None, expected: dict[str, Any], default: dict[str, Any]
 ) -> None:
     """Wherever it comes from; nothing of ours replaces the image's. Kubelet resolves a variable by those before it."""
-    given = {"name": "a", "env": env}
-    made = admitted(default, pod(given, inject="auto", annotations=annotations))
-    found = environment(made["spec"]["containers"][0])
-    assert {name: value for name, value in found.items() if name.startswith("PYTHON")} == expected
-    assert list(found)[-1] == "PYTHONPATH" or "PYTHONPATH_OF_POD" not in found
-    plain = environment(admitted(default, pod(given))["spec"]["containers"][0])
-    assert [name for name in plain if name.startswith("PYTHON")] == [one["name"] for one in env]
+    container = {"name": "a", "env": env}
+    injected = admitted(default, pod(container, inject="auto", annotations=annotations))
+    variables = environment(injected["spec"]["containers"][0])
+    assert {name: value for name, value in variables.items() if name.startswith("PYTHON")} == expected
+    assert list(variables)[-1] == "PYTHONPATH" or "PYTHONPATH_OF_POD" not in variables
+    plain = environment(admitted(default, pod(container))["spec"]["containers"][0])
+    assert [name for name in plain if name.startswith("PYTHON")] == [variable["name"] for variable in env]
 
 
 @pytest.mark.parametrize(
@@ -195,11 +195,11 @@ def test_a_path_of_the_pods_own_is_kept(
 )
 def test_an_annotation_that_makes_no_sense_is_ignored(default: dict[str, Any], name: str, text: str, taken: str | None) -> None:
     """What the API server would refuse, or no node could hold, must not keep the pod from starting."""
-    before, after = (sidecar(admitted(default, pod(annotations=given))) for given in (None, {name: text}))
+    before, after = (sidecar(admitted(default, pod(annotations=chosen))) for chosen in (None, {name: text}))
     if taken is None:
         assert after == before
     elif name == "port":
-        assert [one["containerPort"] for one in after["ports"]] == [int(text)]
+        assert [port["containerPort"] for port in after["ports"]] == [int(text)]
         assert environment(after)["TORCHOBS_EXPORTER_WEB_LISTEN_ADDRESS"] == f":{text}"
         assert environment(after).keys() - environment(before).keys() == {"TORCHOBS_EXPORTER_WEB_LISTEN_ADDRESS"}
     else:
@@ -214,14 +214,14 @@ def test_the_containers_that_train_are_changed_and_no_other(
 ) -> None:
     """By default all but those that are known to be somebody's proxy; names that nobody has are no choice."""
     annotations = {"containers": chosen} if chosen is not None else None
-    given = pod(*({"name": name} for name in ("a", "istio-proxy", "b")), annotations=annotations)
-    made = admitted(default, given)["spec"]["containers"]
-    assert [one["name"] for one in made if "volumeMounts" in one] == expected
-    assert all(one == {"name": one["name"]} for one in made if one["name"] not in expected)
+    plain = pod(*({"name": name} for name in ("a", "istio-proxy", "b")), annotations=annotations)
+    containers = admitted(default, plain)["spec"]["containers"]
+    assert [container["name"] for container in containers if "volumeMounts" in container] == expected
+    assert all(container == {"name": container["name"]} for container in containers if container["name"] not in expected)
 
 
 @pytest.mark.parametrize(
-    "given",
+    "untouched",
     [
         pod({"name": "torchobs"}),
         pod({"name": "torchobs-copy"}),
@@ -230,9 +230,9 @@ def test_the_containers_that_train_are_changed_and_no_other(
         pod(os={"name": "windows"}),
     ],
 )
-def test_what_would_be_refused_after_the_change_is_left_alone(default: dict[str, Any], given: dict[str, Any]) -> None:
+def test_what_would_be_refused_after_the_change_is_left_alone(default: dict[str, Any], untouched: dict[str, Any]) -> None:
     """Two containers or volumes of one name, or Linux's settings on Windows: the training would not start."""
-    assert admitted(default, given) == given
+    assert admitted(default, untouched) == untouched
 
 
 COMMITTED = support.ROOT / "deploy" / "kubernetes"
@@ -254,22 +254,22 @@ def test_the_job_by_hand_has_what_the_chart_adds(tmp_path: Path) -> None:
     assert [sidecar[key] == theirs[key] for key in ("name", "restartPolicy", "ports")] == [True] * 3
     # By hand no container gets the account's token; a policy cannot know what the trainer asks of the API server.
     assert by_hand["automountServiceAccountToken"] is False
-    assert [one for one in sidecar["volumeMounts"] if one["name"] != "torchobs-no-token"] == theirs["volumeMounts"]
+    assert [mount for mount in sidecar["volumeMounts"] if mount["name"] != "torchobs-no-token"] == theirs["volumeMounts"]
     security = by_hand["securityContext"]
     whole = {key: security[key] for key in ("runAsNonRoot", "seccompProfile")}
     assert sidecar["securityContext"] == theirs["securityContext"] | whole
     assert sidecar["resources"]["limits"] == theirs["resources"]["limits"]
-    volumes = [one for one in by_hand["volumes"] if one["name"].startswith("torchobs-")]
-    assert [one for one in described["volumes"] if one["name"] != "torchobs-no-token"] == volumes
+    volumes = [volume for volume in by_hand["volumes"] if volume["name"].startswith("torchobs-")]
+    assert [volume for volume in described["volumes"] if volume["name"] != "torchobs-no-token"] == volumes
     (trainer,), (other,) = described["containers"], by_hand["containers"]
     assert trainer["env"] == other["env"]
-    assert trainer["volumeMounts"] == [one for one in other["volumeMounts"] if one["name"].startswith("torchobs-")]
+    assert trainer["volumeMounts"] == [mount for mount in other["volumeMounts"] if mount["name"].startswith("torchobs-")]
     assert described["terminationGracePeriodSeconds"] == by_hand["terminationGracePeriodSeconds"]
     assert theirs.keys() <= sidecar.keys(), "a probe could hold up the training"
     monitor = objects((COMMITTED / "podmonitor.yaml").read_text())[0]["spec"]
     chart = objects(helm.rendered("-s", "templates/podmonitor.yaml"))[0]["spec"]
     assert monitor["selector"] == chart["selector"] == {"matchLabels": template["metadata"]["labels"]}
-    assert [one | {"path": "/metrics"} for one in monitor["podMetricsEndpoints"]] == chart["podMetricsEndpoints"][:1]
+    assert [endpoint | {"path": "/metrics"} for endpoint in monitor["podMetricsEndpoints"]] == chart["podMetricsEndpoints"][:1]
 
 
 def test_both_policies_do_the_same() -> None:
@@ -284,17 +284,17 @@ def test_both_policies_do_the_same() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "grace_s", "drain"), [(None, 45, "40s"), (30, 45, "40s"), (10, 10, "5s"), (600, 600, "595s"), (3, 3, "0s")]
+    ("chosen_s", "grace_s", "drain"), [(None, 45, "40s"), (30, 45, "40s"), (10, 10, "5s"), (600, 600, "595s"), (3, 3, "0s")]
 )
 def test_the_sidecar_ends_before_the_pods_grace(
-    default: dict[str, Any], tmp_path: Path, given: int | None, grace_s: int, drain: str
+    default: dict[str, Any], tmp_path: Path, chosen_s: int | None, grace_s: int, drain: str
 ) -> None:
     """Promise: kubelet never has to kill it, which would be a failed container; a policy sees 30 where nobody has chosen."""
-    spec: dict[str, Any] = {} if given is None else {"terminationGracePeriodSeconds": given}
+    spec: dict[str, Any] = {} if chosen_s is None else {"terminationGracePeriodSeconds": chosen_s}
     changed = admitted(default, pod(**spec))
     assert changed["spec"]["terminationGracePeriodSeconds"] == grace_s
     assert environment(sidecar(changed))["TORCHOBS_EXPORTER_DRAIN_TIMEOUT"] == drain
-    if given != 30:
+    if chosen_s != 30:
         described = pod_spec(tmp_path, {"containers": [{"name": "trainer"}], **spec})
         assert described["terminationGracePeriodSeconds"] == grace_s
         assert environment(described["initContainers"][0])["TORCHOBS_EXPORTER_DRAIN_TIMEOUT"] == drain
@@ -316,20 +316,20 @@ def test_the_helper_names_the_run_by_the_kinds_own_label(tmp_path: Path, kind: s
         "initContainers": [{"name": "first"}],
         "containers": [{"name": "a", "env": [{"name": "POD_NAME", "value": "mine"}]}, {"name": "b"}],
     }
-    made = pod_spec(tmp_path, spec, kind)
-    assert [one["name"] for one in made["initContainers"]] == ["torchobs", "first"]
-    assert made["securityContext"] == {"runAsUser": 1000, "fsGroup": 1000, "fsGroupChangePolicy": "OnRootMismatch"}
-    for container in made["containers"]:
-        env = {one["name"]: one for one in container["env"]}
+    described = pod_spec(tmp_path, spec, kind)
+    assert [item["name"] for item in described["initContainers"]] == ["torchobs", "first"]
+    assert described["securityContext"] == {"runAsUser": 1000, "fsGroup": 1000, "fsGroupChangePolicy": "OnRootMismatch"}
+    for container in described["containers"]:
+        env = {item["name"]: item for item in container["env"]}
         assert env["TORCHOBS_K8S_JOB_UID"]["valueFrom"]["fieldRef"]["fieldPath"] == f"metadata.labels['{label}']"
-    assert made["containers"][0]["env"][0] == {"name": "POD_NAME", "value": "mine"}
-    assert pod_spec(tmp_path, made, kind) == made
+    assert described["containers"][0]["env"][0] == {"name": "POD_NAME", "value": "mine"}
+    assert pod_spec(tmp_path, described, kind) == described
 
 
 def test_the_helper_claims_no_port_of_the_node_and_refuses_an_unknown_kind(tmp_path: Path) -> None:
     """Its message says which there are."""
-    made = pod_spec(tmp_path, {"hostNetwork": True, "containers": [{"name": "a"}]})
-    assert "ports" not in made["initContainers"][0]
+    described = pod_spec(tmp_path, {"hostNetwork": True, "containers": [{"name": "a"}]})
+    assert "ports" not in described["initContainers"][0]
     spec = {"containers": [{"name": "a"}]}
     errors, _ = pods(tmp_path, {"kind": "CronJob", "spec": spec})
     assert 'kind is "CronJob", and must be one of Job, JobSet, LeaderWorkerSet, TrainJob' in errors

@@ -35,18 +35,18 @@ Ended = tuple[list[str], str, int]
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A volume after the init container."""
-    made = tmp_path_factory.mktemp("site")
-    copy_site(made)
-    return made
+    volume = tmp_path_factory.mktemp("site")
+    copy_site(volume)
+    return volume
 
 
 @pytest.fixture
 def image(tmp_path: Path) -> Path:
     """What a training's image has on its path: a module of torch's name, for the import is the subject and not torch."""
-    made = tmp_path / "image"
-    made.mkdir()
-    (made / "torch.py").write_text("print('torch')\n")
-    return made
+    modules = tmp_path / "image"
+    modules.mkdir()
+    (modules / "torch.py").write_text("print('torch')\n")
+    return modules
 
 
 def run(path: Iterable[Path], *command: str, python: str = PYTHON, **environ: str) -> Ended:
@@ -86,8 +86,8 @@ def test_what_a_wheel_needs_is_read_from_its_tags(tags: str, *expected: object) 
 def test_what_does_not_fit_is_named(change: dict[str, object], reason: str | None) -> None:
     """Python, machine and C library."""
     fit = {"python": [3, 10], "exact": False, "glibc": [2, 12], "machine": os.uname().machine}
-    found = misfit(fit | change)
-    assert found is None if reason is None else found is not None and found.endswith(reason)
+    complaint = misfit(fit | change)
+    assert complaint is None if reason is None else complaint is not None and complaint.endswith(reason)
 
 
 def test_the_volume_has_torchobs_and_what_it_requires_and_hides_nothing(site: Path) -> None:
@@ -152,8 +152,8 @@ def test_the_images_own_sitecustomize_runs_too(site: Path, image: Path) -> None:
     """Under its own name, and its errors are shown as Python shows them."""
     (image / "sitecustomize.py").write_text("print('mine', __name__, __file__)")
     lines, errors, _ = run([site / "start", image], "-c", "import sitecustomize; print(sitecustomize.__file__)")
-    own = str(image / "sitecustomize.py")
-    assert (lines, errors) == ([f"mine sitecustomize {own}", own], "")
+    customize = str(image / "sitecustomize.py")
+    assert (lines, errors) == ([f"mine sitecustomize {customize}", customize], "")
     (image / "sitecustomize.py").write_text("1 / 0")
     lines, errors, status = run([site / "start", image], "-c", "import torch")
     assert (lines, status, "ZeroDivisionError" in errors) == (["torch"], 0, True)
@@ -206,9 +206,9 @@ def test_an_image_keeps_its_own_path(site: Path, image: Path, tmp_path: Path) ->
 def test_what_a_user_has_installed_stays_on_the_path(site: Path, home: Path, tmp_path: Path) -> None:
     """At the place where it was, with what its `.pth` files add; ours is not there, and Python says where the user's is."""
     plain = "import site, sys; print([path for path in sys.path if '-packages' in path or 'linked' in path], site.USER_SITE)"
-    found, errors, status = by_user_base(site, home, "-c", plain)
-    assert (found, errors, status) == (run([], "-c", plain, HOME=str(home))[0], "", 0)
-    assert str(tmp_path / "linked") in found[0]
+    lines, errors, status = by_user_base(site, home, "-c", plain)
+    assert (lines, errors, status) == (run([], "-c", plain, HOME=str(home))[0], "", 0)
+    assert str(tmp_path / "linked") in lines[0]
     assert by_user_base(site, home, "-c", BEGUN)[0] == ["torch", "True"]
 
 

@@ -40,8 +40,8 @@ ACCEPTED |= {"text/plain;q=0.2,application/openmetrics-text;q=0.3": OPENMETRICS_
 @for_each({accept: (accept, content_type) for accept, content_type in ACCEPTED.items()})
 def test_openmetrics_is_sent_to_whoever_takes_it(accept: str, content_type: str) -> None:
     """As prometheus-client decides; the version is the one that is written."""
-    found = negotiate(accept)
-    assert (found.content_type, found.openmetrics) == (content_type, content_type == OPENMETRICS_TYPE)
+    negotiated = negotiate(accept)
+    assert (negotiated.content_type, negotiated.openmetrics) == (content_type, content_type == OPENMETRICS_TYPE)
 
 
 @given(st.text(max_size=60) | st.lists(st.sampled_from([*";,=*/", "q", "version", "1.0.0", "text/plain", "nan"])).map("".join))
@@ -62,10 +62,10 @@ def test_many_numbers_are_written_as_they_are(values: list[float]) -> None:
 
 
 def one(
-    name: str, kind: Kind = Kind.GAUGE, value_type: int = ValueType.FLOAT, bounds: tuple[float, ...] = (), **own: str
+    name: str, kind: Kind = Kind.GAUGE, value_type: int = ValueType.FLOAT, bounds: tuple[float, ...] = (), **attributes: str
 ) -> Series:
     """A series."""
-    return Series(name, kind, "", "", tuple(own.items()), bounds, value_type, 1, 0)
+    return Series(name, kind, "", "", tuple(attributes.items()), bounds, value_type, 1, 0)
 
 
 ALL = (
@@ -104,8 +104,8 @@ def test_what_has_no_value_has_no_line_and_gets_one_again(text: BlockRenderer) -
     every = [line for family in LINES.values() for line in family]
     for index in (*range(len(ALL)), None):
         values = [None if index in {None, place} else value for place, value in enumerate(FULL)]
-        known = {line for place, line in zip(_SERIES, every, strict=True) if values[place] is not None}
-        assert {line for family in lines(text, values).values() for line in family} == known
+        expected = {line for place, line in zip(_SERIES, every, strict=True) if values[place] is not None}
+        assert {line for family in lines(text, values).values() for line in family} == expected
         assert lines(text, FULL) == LINES
 
 
@@ -131,12 +131,12 @@ def page_lines(number: int) -> list[bytes]:
 def test_it_is_one_member_with_a_right_checksum(page: list[bytes], compressor: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also for readers that stop after the first member, and for pages that do not shrink."""
     monkeypatch.setattr(metrics_page, "compressor", compressor)
-    body, made = b"".join(page), metrics_page.gzipped(page)
-    assert gzip.decompress(made) == body
+    body, compressed = b"".join(page), metrics_page.gzipped(page)
+    assert gzip.decompress(compressed) == body
     reader = zlib.decompressobj(wbits=31)
-    assert reader.decompress(made) + reader.flush() == body
+    assert reader.decompress(compressed) + reader.flush() == body
     assert (reader.eof, reader.unused_data) == (True, b"")
-    assert len(made) < 1.02 * len(zlib.compress(body, 1)) + 100, "faster, and not at the network's cost"
+    assert len(compressed) < 1.02 * len(zlib.compress(body, 1)) + 100, "faster, and not at the network's cost"
 
 
 TIMEOUT = b"x-prometheus-scrape-timeout-seconds"
@@ -194,10 +194,10 @@ ONE, OTHER = ("10.0.0.1", 40_000), ("10.0.0.1", 40_002)
 
 def scraped(*times_s: float, number: int = 1, timeout_s: float | None = 10.0) -> ScrapeTracker:
     """Scrapes of one scraper at these times."""
-    made = ScrapeTracker(lambda _: True)
+    scrapers = ScrapeTracker(lambda _: True)
     for time_s in times_s:
-        made.record(ONE, "prometheus", number, time_s, timeout_s=timeout_s)
-    return made
+        scrapers.record(ONE, "prometheus", number, time_s, timeout_s=timeout_s)
+    return scrapers
 
 
 @pytest.mark.parametrize(

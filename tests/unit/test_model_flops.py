@@ -35,10 +35,10 @@ UNKNOWN = (
 def test_a_device_s_peak_is_that_of_its_datasheet() -> None:
     """By the names that torch and NVML have; a part of a GPU has none, and no peak is above that of a narrower type."""
     names = re.findall(r"([^|\n]+): (\w+) ([\d.]+)", DATASHEETS)
-    found = {name.strip(): (peak_flops(name.strip(), dtype) or 0) / 1e12 for name, dtype, _ in names}
-    assert found == {name.strip(): float(peak) for name, _, peak in names}
+    peaks = {name.strip(): (peak_flops(name.strip(), dtype) or 0) / 1e12 for name, dtype, _ in names}
+    assert peaks == {name.strip(): float(peak) for name, _, peak in names}
     assert [name for name in UNKNOWN if peaks_of(name) is not None] == []
-    assert {id(device.peaks) for device in DEVICES} == {id(peaks_of(name)) for name in found}
+    assert {id(device.peaks) for device in DEVICES} == {id(peaks_of(name)) for name in peaks}
     for device in DEVICES:
         of = device.peaks
         assert of.source

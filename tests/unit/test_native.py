@@ -107,22 +107,22 @@ def test_a_plain_step_is_recorded_and_handed_to_nobody(native: bool) -> None:  #
     hooks.calls.clear()
     hooks.plain(OPTIMIZERS[0], 0.75)
     assert hooks.calls == [("listener", "Loss", "NoneType", "bool")]
-    made = unpack(hooks.writer._recent[-1], hooks.writer.header.seed)
-    assert made is not None
-    assert (hooks.steps.step, made.step, made.loss, made.learning_rate) == (3, 3, 0.75, 0.1)
+    record = unpack(hooks.writer._recent[-1], hooks.writer.header.seed)
+    assert record is not None
+    assert (hooks.steps.step, record.step, record.loss, record.learning_rate) == (3, 3, 0.75, 0.1)
 
 
 @pytest.mark.parametrize("native", [False, True])
 @pytest.mark.parametrize("error", [RuntimeError("DataLoader worker is killed by signal"), KeyboardInterrupt(), MemoryError()])
 def test_what_a_signal_handler_raises_is_not_lost(error: BaseException, native: bool) -> None:  # noqa: FBT001  # a case
     """A loss is read once: the second time it would succeed, and the exception be gone."""
-    hooks, seen = ready(native=native), list[object]()
-    hooks.steps.loss_failed = lambda raised, _: seen.append(raised)
+    hooks, raised_again = ready(native=native), list[object]()
+    hooks.steps.loss_failed = lambda raised, _: raised_again.append(raised)
     try:
         hooks.backward(Loss(error), None)
     except KeyboardInterrupt as interrupt:
-        seen.append(interrupt)
-    assert seen == [error]
+        raised_again.append(interrupt)
+    assert raised_again == [error]
     assert ("take_loss", "Loss", "NoneType", "bool") not in hooks.calls
 
 
@@ -143,11 +143,11 @@ def test_an_error_of_ours_opens_the_breaker_and_goes_no_further(native: bool) ->
 def test_hooks_are_freed(native: bool) -> None:  # noqa: FBT001  # a case
     """They refer to the probes, and what the probes install refers to them: the garbage collector sees it."""
     hooks = StepHooks(native=native)
-    known = weakref.ref(hooks)
+    reference = weakref.ref(hooks)
     hooks.steps.arguments.append(hooks)  # type: ignore[arg-type]
     del hooks
     gc.collect()
-    assert known() is None
+    assert reference() is None
 
 
 HEADER = flights.header(4)
@@ -212,7 +212,7 @@ def test_any_value_that_its_fields_hold_is_read_back(loss: float, scale: float, 
     twin.trace[:] = [at_ns << 4 | code for code in PLAIN_CODES]
     twin.loss_sum, twin.norm_scale, twin.tokens, twin.samples = loss, scale, 7, 8
     assert twin.append(at_ns)
-    made = unpack(writer._recent[0], HEADER.seed)
-    assert made is not None
-    assert struct.pack("<d", made.loss) == struct.pack("<d", loss)
-    assert (made.seq, made.end_ns, made.tokens, made.samples) == (1, at_ns, 7, 8)
+    record = unpack(writer._recent[0], HEADER.seed)
+    assert record is not None
+    assert struct.pack("<d", record.loss) == struct.pack("<d", loss)
+    assert (record.seq, record.end_ns, record.tokens, record.samples) == (1, at_ns, 7, 8)

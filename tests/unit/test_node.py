@@ -87,9 +87,9 @@ def test_when_it_leaves(life: str) -> None:
     """As the case says."""
     now = [1000.0]
     departure = Departure(60.0, lambda: now[0])
-    for seconds, seen, leaves in LIVES[life]:
+    for seconds, service, leaves in LIVES[life]:
         now[0] += seconds
-        assert departure(seen) is leaves
+        assert departure(service) is leaves
         assert departure.decided is leaves
 
 

@@ -71,9 +71,9 @@ def test_adding_from_eight_threads_loses_nothing(writer: FlightWriter, provider:
 
     finish([threading.Thread(target=work, args=(number,)) for number in range(8)])
     provider.observe()  # what was put aside while another thread made the series
-    found = otel.values(writer)
-    assert sum(value for (name, _), value in found.items() if name == "adds") == 80_000
-    counts, total, least, greatest, _ = found["sizes", "{}"]
+    values = otel.values(writer)
+    assert sum(value for (name, _), value in values.items() if name == "adds") == 80_000
+    counts, total, least, greatest, _ = values["sizes", "{}"]
     assert (sum(counts), total, least, greatest) == (8_000, 28_000.0, 0.0, 7.0)
 
 
@@ -89,9 +89,9 @@ def test_a_signal_handler_may_add_to_what_it_interrupts(writer: FlightWriter, pr
 
     otel.interrupted(lambda: add("main"), lambda: add("handler"), 100)
     provider.observe()
-    found = otel.values(writer)
-    assert found["interrupted", '{"who": "both"}'] == sum(added.values())
-    assert sum(found.values()) == 2 * sum(added.values())
+    values = otel.values(writer)
+    assert values["interrupted", '{"who": "both"}'] == sum(added.values())
+    assert sum(values.values()) == 2 * sum(added.values())
 
 
 def test_measurements_wait_for_nobody_and_are_not_lost(writer: FlightWriter, provider: FlightMeterProvider) -> None:
@@ -115,12 +115,12 @@ def test_ten_thousand_attribute_sets_are_counted_and_their_sum_is_right(writer: 
     for _ in range(2):
         for number in range(10_000):
             counter.add(1, {"layer": f"blocks.{number}.attention.weight"})
-    found = otel.values(writer)
-    own = [value for (_, attributes), value in found.items() if "overflow" not in attributes]
-    assert found["many", '{"otel.metric.overflow": true}'] == 20_000 - 2 * len(own)
-    assert set(own) == {2}
-    assert writer.table.dropped == 10_000 - len(own)
-    assert len(own) > 500
+    values = otel.values(writer)
+    separate = [value for (_, attributes), value in values.items() if "overflow" not in attributes]
+    assert values["many", '{"otel.metric.overflow": true}'] == 20_000 - 2 * len(separate)
+    assert set(separate) == {2}
+    assert writer.table.dropped == 10_000 - len(separate)
+    assert len(separate) > 500
     late.record(7.0, {"any": "thing"})
     assert otel.values(writer)["late", '{"otel.metric.overflow": true}'][1] == 7.0
     assert writer.table.cell(catalog.FLIGHT_DROPPED, {"what": "series"}) is not None
@@ -153,7 +153,7 @@ def test_a_name_used_for_two_things_warns_once(writer: FlightWriter, meter: Mete
     meter.create_counter("twice").add(1)
     meter.create_up_down_counter("twice").add(2)
     meter.create_up_down_counter("twice").add(2)
-    assert sorted(seen.value for seen in otel.points(writer)) == [1, 4]
+    assert sorted(point.value for point in otel.points(writer)) == [1, 4]
     assert [record.getMessage() for record in caplog.records] == [
         "torchobs: instrument 'twice': there is another one of this name with another kind, unit or description"
     ]
@@ -232,11 +232,11 @@ def test_generators_are_callbacks_too(writer: FlightWriter, provider: FlightMete
         yield [Observation(2)]
 
     provider.get_meter("m").create_observable_counter("c", [twice()])
-    seen = []
+    totals = []
     for _ in range(3):
         provider.observe(5.0)
-        seen.append(otel.values(writer)["c", "{}"])
-    assert seen == [1, 2, 2]
+        totals.append(otel.values(writer)["c", "{}"])
+    assert totals == [1, 2, 2]
 
 
 def test_an_observed_counter_never_steps_back(
@@ -245,11 +245,11 @@ def test_an_observed_counter_never_steps_back(
     """A total that was reset counts on from where it stood, as Prometheus would; a negative one is ignored."""
     totals = iter([10, 15, 3, 4.5, -1])
     provider.get_meter("m").create_observable_counter("c", [lambda _: [Observation(next(totals))]])
-    seen = []
+    shown = []
     for _ in range(5):
         provider.observe(5.0)
-        seen.append(otel.values(writer)["c", "{}"])
-    assert seen == [10, 15, 18, 19.5, 19.5]
+        shown.append(otel.values(writer)["c", "{}"])
+    assert shown == [10, 15, 18, 19.5, 19.5]
     assert len(caplog.records) == 1
 
 
@@ -259,11 +259,11 @@ def test_what_a_callback_no_longer_returns_has_no_value(writer: FlightWriter, pr
         [[Observation(1, {"a": 1}), Observation(2, {"a": 2})], [Observation(math.nan, {"a": 1})], [Observation(3, {"a": 2})]]
     )
     provider.get_meter("m").create_observable_gauge("g", [lambda _: next(rounds)])
-    seen = []
+    shown = []
     for _ in range(3):
         provider.observe(5.0)
-        seen.append(otel.values(writer))
-    assert seen == [{("g", '{"a": 1}'): 1, ("g", '{"a": 2}'): 2}, {}, {("g", '{"a": 2}'): 3}]
+        shown.append(otel.values(writer))
+    assert shown == [{("g", '{"a": 1}'): 1, ("g", '{"a": 2}'): 2}, {}, {("g", '{"a": 2}'): 3}]
 
 
 REMOTE = SpanContext(0xABC, 0xDEF, is_remote=True, trace_flags=TraceFlags(1), trace_state=TraceState([("vendor", "x")]))

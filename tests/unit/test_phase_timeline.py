@@ -116,8 +116,8 @@ def test_loaders_fetched_side_by_side_are_one_step_s_data(count: int, use: int) 
             timeline.fetch(loader, at, at + 10)
             at += 10 + use
     timeline.mark(codes.BACKWARD_BEGINS, at + 30)
-    found = spent(timeline, at + 30)
-    assert (found["data"], sum(found.values()), "evaluation" in found) == (20 * count, at + 30, False)
+    phases = spent(timeline, at + 30)
+    assert (phases["data"], sum(phases.values()), "evaluation" in phases) == (20 * count, at + 30, False)
 
 
 def test_an_evaluation_has_ended_where_training_fetches_before_it_calls_train() -> None:

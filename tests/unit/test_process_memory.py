@@ -43,18 +43,18 @@ def test_children_of_children_are_found() -> None:
     process = ProcessStats()
 
     def family() -> tuple[int, int]:
-        found = process.children()
-        assert found is not None
-        return found
+        children = process.children()
+        assert children is not None
+        return children
 
     before, before_bytes = family()
     with subprocess.Popen([sys.executable, "-c", GRANDCHILD], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
         assert child.stdout is not None
         child.stdout.readline()
-        found, found_bytes = family()
+        number, size = family()
         child.communicate(b"\n")
-    assert found - before == 2
-    assert found_bytes - before_bytes > 40 * MIB
+    assert number - before == 2
+    assert size - before_bytes > 40 * MIB
     assert family()[0] == before
 
 
@@ -82,9 +82,9 @@ class Rank:
         """Set which group the process is in."""
         plant(self.tree, {"proc/self/cgroup": f"0::{path}\n" if path else "", "proc/self/mountinfo": V2_MOUNT.format(root="/")})
 
-    def group(self, **given: object) -> None:
+    def group(self, **files: object) -> None:
         """Set the group's files; 1.75 GiB of its usage can be given back."""
-        plant(self.tree, v2_group("", **given))  # type: ignore[arg-type]
+        plant(self.tree, v2_group("", **files))  # type: ignore[arg-type]
 
     def look(self, *, thorough: bool = True) -> dict[str, float]:
         """Look, and return what the file holds of it."""
@@ -93,8 +93,8 @@ class Rank:
             points = file.read().points
         names = {catalog.MEMORY_HOST_UTILIZATION.name, catalog.CGROUP_MEMORY_OOM_KILLS.name}
         names.add(catalog.CGROUP_MEMORY_LAST_OOM_KILL.name)
-        found = [(series, value) for series, value in points if series.name in names]
-        return {str(dict(series.attributes).get("limit", series.name)): float(value) for series, value in found}  # type: ignore[arg-type]
+        shown = [(series, value) for series, value in points if series.name in names]
+        return {str(dict(series.attributes).get("limit", series.name)): float(value) for series, value in shown}  # type: ignore[arg-type]
 
 
 SWAPPING = Machine(64 * GIB, 16 * GIB, swap_total=8 * GIB, swap_free=4 * GIB)

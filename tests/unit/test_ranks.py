@@ -123,8 +123,8 @@ def test_a_name_that_prometheus_refuses_or_drops_is_pushed_as_its_label(name: st
 def test_the_info_holds_what_describes_the_rank_and_nothing_else() -> None:
     """Facts, Kubernetes' names, the user's attributes, as a rank writes them; not what is a series already."""
     shown = {"local_rank": 0, "host": "n1", "k8s.pod.name": "p", "team": "vision", "ho.st": "x", "ho-st": "y", "hos.t": ""}
-    known = {"rank": 0, "job_name": "gpt", "world_size": 8, "restart": 1, "pid": 7, "trace_id": "a" * 32}
-    assert labels.of_info({**shown, **known, "run.id": "liar", "job": "mine", "instance": "this"}) == {
+    elsewhere = {"rank": 0, "job_name": "gpt", "world_size": 8, "restart": 1, "pid": 7, "trace_id": "a" * 32}
+    assert labels.of_info({**shown, **elsewhere, "run.id": "liar", "job": "mine", "instance": "this"}) == {
         "local_rank": "0",
         "host": "n1",
         "k8s_pod_name": "p",
@@ -155,7 +155,7 @@ def durations(counts: dict[int, int]) -> Distribution:
 
 
 @pytest.mark.parametrize(
-    ("seen", "state"),
+    ("observation", "state"),
     [
         (ALIVE, "alive"),
         (ALIVE._replace(beat_age_s=2.1), "unresponsive"),
@@ -182,18 +182,18 @@ def durations(counts: dict[int, int]) -> Distribution:
         (ALIVE._replace(same_boot=False), "lost"),
     ],
 )
-def test_each_state_follows_from_what_was_seen(seen: Observation, state: str) -> None:
+def test_each_state_follows_from_what_was_seen(observation: Observation, state: str) -> None:
     """Heartbeat and lock decide who lives, the exit word how it ended, the learned timeout who hangs."""
-    assert rank_state.judge(seen) == state
+    assert rank_state.judge(observation) == state
     assert state in catalog.RANK_STATES
 
 
 def test_a_free_lock_alone_is_no_death() -> None:
     """A process that closes descriptors it does not know loses its lock and lives on: its heartbeat shows it."""
-    seen = GONE._replace(beat_age_s=0.2)
-    assert rank_state.judge(seen) == "alive"
+    beating = GONE._replace(beat_age_s=0.2)
+    assert rank_state.judge(beating) == "alive"
     others = (GONE, ALIVE, ALIVE._replace(same_boot=False))
-    assert [rank_state.fading(one) for one in (seen, *others)] == [True, False, False, False]
+    assert [rank_state.fading(observation) for observation in (beating, *others)] == [True, False, False, False]
 
 
 LAST = len(SECONDS_BOUNDS) - 1
@@ -201,7 +201,7 @@ USUAL, FOUR_S, HALF_MINUTE, MINUTES = map(SECONDS_BOUNDS.index, (0.125, 4.0, 32.
 
 
 @pytest.mark.parametrize(
-    ("seen", "timeout_s"),
+    ("measured", "timeout_s"),
     [
         (None, rank_state.FIRST_STEP_S),
         (durations({}), rank_state.FIRST_STEP_S),
@@ -218,9 +218,9 @@ USUAL, FOUR_S, HALF_MINUTE, MINUTES = map(SECONDS_BOUNDS.index, (0.125, 4.0, 32.
         (durations({LAST + 1: 5}), 20 * 5000.0),
     ],
 )
-def test_the_hang_timeout_is_learned_from_the_rank_s_own_steps(seen: Distribution | None, timeout_s: float) -> None:
+def test_the_hang_timeout_is_learned_from_the_rank_s_own_steps(measured: Distribution | None, timeout_s: float) -> None:
     """20 times the 99th percentile, from 60 s on; half an hour before the first step."""
-    assert rank_state.hang_timeout_s(seen, SECONDS_BOUNDS) == timeout_s
+    assert rank_state.hang_timeout_s(measured, SECONDS_BOUNDS) == timeout_s
 
 
 @pytest.mark.parametrize(

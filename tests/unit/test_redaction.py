@@ -118,10 +118,10 @@ Git = Callable[..., str]
 @pytest.fixture
 def git(program: Callable[[str], str], tmp_path: Path) -> Git:
     """Run git in a repository with one commit of two files."""
-    name, given = program("git"), ["-c", "user.name=a", "-c", "user.email=a@example.org", "-c", "init.defaultBranch=trunk"]
+    name, user = program("git"), ["-c", "user.name=a", "-c", "user.email=a@example.org", "-c", "init.defaultBranch=trunk"]
 
     def run(*arguments: str, where: Path = tmp_path) -> str:
-        return subprocess.run([name, *given, *arguments], cwd=where, check=True, capture_output=True, text=True).stdout.strip()
+        return subprocess.run([name, *user, *arguments], cwd=where, check=True, capture_output=True, text=True).stdout.strip()
 
     run("init", "-q")
     for file in ("train.py", "sub/ümlaut.py"):

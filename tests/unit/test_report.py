@@ -55,7 +55,8 @@ def test_tables_of_means_are_divided_by_the_forward_stamps_and_single_steps_are_
     history = [step(number, duration_s=0.2, phase_s=raw, gap_s=(0.06, 0.04, 0.0)) for number in range(1, 41)]
     rank = facts(history, share=ForwardShare((20.0, 0.06, 0.03, 0.04, 0.02)))
     (steps_table,) = sections.last_steps(rank, "", 1).blocks
-    ranks = next(one for one in run_document(Chosen([rank, rank], [], [], [])).sections if one.name == "ranks").blocks[0]
+    whole = run_document(Chosen([rank, rank], [], [], []))
+    ranks = next(section for section in whole.sections if section.name == "ranks").blocks[0]
     assert isinstance(steps_table, Table)
     assert isinstance(ranks, Table)
     shown, typical = (dict(zip(table.head, table.rows[0], strict=True)) for table in (steps_table, ranks))
@@ -75,25 +76,25 @@ def test_sizes_and_durations_of_events_have_their_units() -> None:
         assert "requested 2 GiB" in text
         assert "12.5 s" in text
         assert str(2 * GB) not in text
-    (made,) = document([run], [], [], Options())["ranks"]
-    assert [event["units"] for event in made["events"]] == [{"requested": "By", "limit": "By"}, {"quiet_s": "s"}]
-    assert made["events"][0]["attributes"]["requested"] == 2 * GB
-    assert json.dumps(made["events"])
+    (rank,) = document([run], [], [], Options())["ranks"]
+    assert [event["units"] for event in rank["events"]] == [{"requested": "By", "limit": "By"}, {"quiet_s": "s"}]
+    assert rank["events"][0]["attributes"]["requested"] == 2 * GB
+    assert json.dumps(rank["events"])
 
 
 def test_an_anomaly_is_as_bad_as_its_kind_everywhere() -> None:
     """A NaN is an error, a spike a warning; Ctrl-C is none."""
     bad, spike = (fact(catalog.EVENT_ANOMALY, 4.0, 40, kind=kind) for kind in ("nonfinite_loss", "loss_spike"))
     interrupt = fact(catalog.EVENT_EXCEPTION, 5.0, 50, exception__type="builtins.KeyboardInterrupt")
-    found = [catalog.event_severity(one.name, one.attributes) for one in (bad, spike, interrupt)]
-    assert found == [Severity.ERROR, Severity.WARNING, Severity.INFO]
+    severities = [catalog.event_severity(event.name, event.attributes) for event in (bad, spike, interrupt)]
+    assert severities == [Severity.ERROR, Severity.WARNING, Severity.INFO]
     assert catalog.event_severity("mine", {}) is Severity.INFO
     assert catalog.event_severity(catalog.EVENT_ANOMALY.name, {"kind": ["?"]}) is Severity.WARNING
     run = facts(steps(50), events=[bad, spike, interrupt])
     assert {mark.name: mark.severity for mark in sections._marks(run)} == {"nonfinite loss": "error", "loss spike": "warning"}
-    (made,) = document([run], [], [], Options())["ranks"]
-    assert [event["severity"] for event in made["events"]] == ["error", "warning", "info"]
-    assert made["events"][0]["time"] == START_S + 4.0
+    (rank,) = document([run], [], [], Options())["ranks"]
+    assert [event["severity"] for event in rank["events"]] == ["error", "warning", "info"]
+    assert rank["events"][0]["time"] == START_S + 4.0
 
 
 def test_a_share_is_of_the_steps_that_were_measured() -> None:
@@ -109,9 +110,9 @@ def test_a_share_is_of_the_steps_that_were_measured() -> None:
 
 def table(values: dict[Any, Any]) -> tuple[tuple[str, ...], ...]:
     """The rows on a run of a hundred steps."""
-    (found,) = anomalies(facts(steps(100), values=values), "").blocks
-    assert isinstance(found, Table)
-    return found.rows
+    (rows_table,) = anomalies(facts(steps(100), values=values), "").blocks
+    assert isinstance(rows_table, Table)
+    return rows_table.rows
 
 
 def test_what_a_script_asked_for_is_no_anomaly() -> None:
@@ -131,12 +132,14 @@ def run(*losses: float) -> Chosen:
 
 def test_a_curve_has_median_and_range_of_both_runs() -> None:
     """The range is that of the middle half, so that one spike does not make it; nothing is judged."""
-    found = compare(side_for(run(2.0, 2.1, 2.2, 2.3, 99.0)), side_for(run(1.0, 1.1, 1.1, 1.1, 1.2)))
-    loss = next(one for one in found.quantities if one.what == "loss, steps 41 to 45")
+    comparison = compare(side_for(run(2.0, 2.1, 2.2, 2.3, 99.0)), side_for(run(1.0, 1.1, 1.1, 1.1, 1.2)))
+    loss = next(quantity for quantity in comparison.quantities if quantity.what == "loss, steps 41 to 45")
     assert (loss.first, loss.first_range) == (2.2, (2.1, 2.3))
     assert (loss.second, loss.second_range, loss.change) == (1.1, (1.1, 1.1), -0.5)
-    assert "| loss, steps 41 to 45 | 2.2 (2.1 to 2.3) | 1.1 (1.1 to 1.1) | -50.0 % |" in markdown(comparison_document(found))
-    assert [one["first_range"] for one in found.to_dict()["quantities"] if one["what"] == loss.what] == [[2.1, 2.3]]
+    text = markdown(comparison_document(comparison))
+    assert "| loss, steps 41 to 45 | 2.2 (2.1 to 2.3) | 1.1 (1.1 to 1.1) | -50.0 % |" in text
+    quantities = {quantity["what"]: quantity for quantity in comparison.to_dict()["quantities"]}
+    assert quantities[loss.what]["first_range"] == [2.1, 2.3]
 
 
 def test_a_run_whose_optimizer_counts_no_steps_may_be_a_resumed_one() -> None:
@@ -147,9 +150,9 @@ def test_a_run_whose_optimizer_counts_no_steps_may_be_a_resumed_one() -> None:
         for values in ({catalog.STEPS_RESUMED_FROM: 60.0}, dict[catalog.Metric, float]())
     )
     said = "Whether B went on from a checkpoint is not in the flight file"
-    found = compare(counted, uncounted)
-    assert said in markdown(comparison_document(found))
-    assert [one["resumed_from"] for one in found.to_dict()["runs"]] == [60.0, 0.0]
+    comparison = compare(counted, uncounted)
+    assert said in markdown(comparison_document(comparison))
+    assert [side["resumed_from"] for side in comparison.to_dict()["runs"]] == [60.0, 0.0]
     assert counted.curves["loss"][0][0] == 61.0
     assert "went on from a checkpoint" not in markdown(comparison_document(compare(counted, counted)))
 

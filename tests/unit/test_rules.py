@@ -60,8 +60,8 @@ def test_every_rule(rule: dict[str, Any]) -> None:
         if selector.name in RECORDED | FOREIGN:
             continue
         metric = BY_NAME[selector.name]
-        own = {prometheus_label(attribute.name): attribute.values for attribute in metric.attributes}
-        assert all(set(value.split("|")) <= set(own[label]) for label, value in selector.matchers.items())
+        allowed = {prometheus_label(attribute.name): attribute.values for attribute in metric.attributes}
+        assert all(set(value.split("|")) <= set(allowed[label]) for label, value in selector.matchers.items())
         if metric.kind in {Kind.COUNTER, Kind.HISTOGRAM} and not looks_for_what_is_new:
             assert selector.function in {"rate", "increase", "max_over_time"}
     for by in re.findall(r"\b(?:on|by) \(([^)]*)\)", rule["expr"]):
@@ -76,9 +76,9 @@ def test_alerts_name_the_culprit_by_queries_of_their_own_run(rule: dict[str, Any
     """Each query in a text is PromQL about metrics that exist, whose every selector is limited to the run."""
     for query in re.findall(r'query \(printf "((?:[^"\\]|\\.)*)" \$run\)', rule["annotations"]["description"]):
         asked = query.replace('\\"', '"').replace("%[1]s", 'run_id="a"')
-        own = [selector for selector in dashboards.selectors(asked) if selector.name not in FOREIGN]
-        assert own
-        for selector in own:
+        selectors = [selector for selector in dashboards.selectors(asked) if selector.name not in FOREIGN]
+        assert selectors
+        for selector in selectors:
             assert selector.name in BY_NAME or selector.name in RECORDED
             assert selector.matchers["run_id"] == "a"
 
@@ -133,7 +133,7 @@ def test_the_runbook_s_figures_are_the_rule_s(checkout: Path) -> None:
     assert (spikes.LEAST_EXPLOSIONS, spikes.LEAST_LOSS_SPIKES, values.DEFAULT.thresholds.skipped) == (3, 5, 20)
     assert (WINDOW, WINDOW_S) == ("10m", 600)
     words = ("at least **three** steps", "at least **five** steps", "more than 20 steps and more than half", "last ten minutes")
-    assert [one for one in words if one not in page] == []
+    assert [phrase for phrase in words if phrase not in page] == []
 
 
 @each_alert
@@ -192,12 +192,12 @@ def test_a_person_sets_thresholds_and_severities_in_one_file(tmp_path: Path, cap
     assert main(["rules", "render", "--values", str(tmp_path / "my.yml"), str(tmp_path / "out")]) == 0
     files, shipped = written(tmp_path / "out"), rendered()
     assert {name for name in shipped if files[name] != shipped[name]} == {ALERTS}
-    found = alerts_in(files[ALERTS])
-    assert "> 0.8\n" in found["TorchobsOutOfMemoryNear"]["expr"]
-    assert found["TorchobsRankFailed"]["labels"] == {"severity": "page"}
-    assert found["TorchobsRankFailed"]["annotations"]["runbook_url"] == "https://r.example/TorchobsRankFailed.md"
-    assert found["TorchobsRankFailed"]["annotations"]["dashboard_url"].startswith("https://g.example/d/")
-    assert found.keys() == NAMES - {"TorchobsCheckpointNever"}
+    alerts = alerts_in(files[ALERTS])
+    assert "> 0.8\n" in alerts["TorchobsOutOfMemoryNear"]["expr"]
+    assert alerts["TorchobsRankFailed"]["labels"] == {"severity": "page"}
+    assert alerts["TorchobsRankFailed"]["annotations"]["runbook_url"] == "https://r.example/TorchobsRankFailed.md"
+    assert alerts["TorchobsRankFailed"]["annotations"]["dashboard_url"].startswith("https://g.example/d/")
+    assert alerts.keys() == NAMES - {"TorchobsCheckpointNever"}
     capsys.readouterr()
     assert main(["rules", "render", "--values", str(tmp_path / "my.yml")]) == 0
     assert capsys.readouterr().out == files[ALERTS]

@@ -86,20 +86,20 @@ def test_no_setting_and_no_variable_is_left_out_here() -> None:
 @for_each({f"{variable}={text}": (variable, text, name, value) for variable, text, name, value in GOOD})
 def test_an_allowed_value_is_taken(variable: str, text: str, name: str, value: object) -> None:
     """A variable sets its own field, and nothing else; an argument may be text or value. OTEL_SDK_DISABLED is the opposite."""
-    found, problems = resolve({}, {variable: text})
-    assert found == dataclasses.replace(Settings(), **{name: value})  # type: ignore[arg-type]
+    resolved, problems = resolve({}, {variable: text})
+    assert resolved == dataclasses.replace(Settings(), **{name: value})  # type: ignore[arg-type]
     assert problems == ()
     given_text = text if variable != "OTEL_SDK_DISABLED" else str(value)
     for argument in (given_text, value):
-        found, problems = resolve({name: argument}, {})
-        assert (getattr(found, name), problems) == (value, ())
+        resolved, problems = resolve({name: argument}, {})
+        assert (getattr(resolved, name), problems) == (value, ())
 
 
 @pytest.mark.parametrize(("variable", "text"), [(variable, text) for variable, texts in BAD.items() for text in texts])
 def test_a_bad_value_is_reported_and_the_default_used(variable: str, text: str) -> None:
     """Inside a training nothing is raised; the problem names the variable, its value and what is allowed."""
-    found, problems = resolve({}, {variable: text})
-    assert found == Settings()
+    resolved, problems = resolve({}, {variable: text})
+    assert resolved == Settings()
     [problem] = problems
     assert (problem.name, problem.value) == (variable, text)
     if variable != "OTEL_SDK_DISABLED":
@@ -132,15 +132,15 @@ def test_our_own_variable_beats_opentelemetrys(environ: Mapping[str, str], enabl
 
 def test_resource_attributes_are_given_as_a_mapping() -> None:
     """A mapping's values are text as they are, commas and percent signs included."""
-    found, problems = resolve({"resource_attributes": {"team": "a,b=c%20"}}, {})
-    assert (found.resource_attributes, problems) == ((("team", "a,b=c%20"),), ())
+    resolved, problems = resolve({"resource_attributes": {"team": "a,b=c%20"}}, {})
+    assert (resolved.resource_attributes, problems) == ((("team", "a,b=c%20"),), ())
 
 
 @pytest.mark.parametrize("argument", [object(), 10**5000, float("nan"), True, [1], ""], ids=lambda _: "")
 def test_no_argument_makes_it_raise(argument: object) -> None:
     """Whatever somebody passes as a rank: reported, and the default used."""
-    found, [problem] = resolve({"rank": argument}, {})
-    assert found.rank is None
+    resolved, [problem] = resolve({"rank": argument}, {})
+    assert resolved.rank is None
     assert str(problem).startswith("argument rank")
 
 
@@ -161,9 +161,9 @@ def test_unknown_variables_are_reported_with_a_suggestion_and_without_their_valu
 
 def test_known_items_of_a_list_count_although_another_is_wrong() -> None:
     """One misspelled probe does not switch the others on again, one broken attribute does not hide the others."""
-    found, problems = resolve({}, {"TORCHOBS_DISABLE_PROBES": "loss,gradient", "OTEL_RESOURCE_ATTRIBUTES": "a=1,b,=c"})
-    assert found.disable_probes == {"loss"}
-    assert found.resource_attributes == (("a", "1"),)
+    resolved, problems = resolve({}, {"TORCHOBS_DISABLE_PROBES": "loss,gradient", "OTEL_RESOURCE_ATTRIBUTES": "a=1,b,=c"})
+    assert resolved.disable_probes == {"loss"}
+    assert resolved.resource_attributes == (("a", "1"),)
     attributes, probes = (str(problem) for problem in problems)
     assert "'gradient' is unknown, did you mean gradients?" in probes
     assert "'b' is left out" in attributes
@@ -176,8 +176,8 @@ def test_resource_attributes_are_those_of_the_opentelemetry_sdk(items: list[str]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OTEL_RESOURCE_ATTRIBUTES", text)
         of_the_sdk = {key: value for key, value in OTELResourceDetector().detect().attributes.items() if key}
-    found, _ = resolve({}, {"OTEL_RESOURCE_ATTRIBUTES": text})
-    assert dict(found.resource_attributes) == of_the_sdk
+    resolved, _ = resolve({}, {"OTEL_RESOURCE_ATTRIBUTES": text})
+    assert dict(resolved.resource_attributes) == of_the_sdk
 
 
 @given(st.dictionaries(st.sampled_from([name for s in OPTIONS for name in s.every_variable]), st.text(max_size=30)))

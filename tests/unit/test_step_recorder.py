@@ -53,10 +53,10 @@ def test_a_plain_record_tells_the_same_times_as_the_timeline(steps: list[tuple[t
     """The boundaries in the record, worked out by the reader, are what the replayed timeline would have said."""
     plain, replayed = _run(steps, timed_plainly=True), _run(steps, timed_plainly=False)
     assert [record.kind for record in plain] == [RecordKind.STEP] * len(steps)
-    for one, other in zip(plain, replayed, strict=True):
-        assert one.phase_s == pytest.approx(other.phase_s, rel=1e-6, abs=1e-9)
-        assert one.duration_s == pytest.approx(other.duration_s, rel=1e-9, abs=1e-9)
-        assert (one.step, one.end_ns, one.flags) == (other.step, other.end_ns, other.flags)
+    for record, other in zip(plain, replayed, strict=True):
+        assert record.phase_s == pytest.approx(other.phase_s, rel=1e-6, abs=1e-9)
+        assert record.duration_s == pytest.approx(other.duration_s, rel=1e-9, abs=1e-9)
+        assert (record.step, record.end_ns, record.flags) == (other.step, other.end_ns, other.flags)
 
 
 def _run(steps: list[tuple[tuple[int, ...], bool]], *, timed_plainly: bool) -> list[StepRecord]:
@@ -71,12 +71,12 @@ def _run(steps: list[tuple[tuple[int, ...], bool]], *, timed_plainly: bool) -> l
 
 
 def _records(writer: FlightWriter, memory: RecordingMemory) -> list[StepRecord]:
-    found = [unpack(data, writer.header.seed) for _, data in memory.stores if len(data) == RECORD_SIZE]
-    return [record for record in found if record is not None]
+    unpacked = [unpack(data, writer.header.seed) for _, data in memory.stores if len(data) == RECORD_SIZE]
+    return [record for record in unpacked if record is not None]
 
 
-@pytest.mark.parametrize("held", [0, 1, 20])
-def test_fresh_models_of_one_step_each_are_a_step_each(held: int) -> None:
+@pytest.mark.parametrize("kept_seed", [0, 1, 20])
+def test_fresh_models_of_one_step_each_are_a_step_each(kept_seed: int) -> None:
     """Once the optimizers before are deleted, for which one that another thread keeps delays them; but the last step."""
 
     def fresh() -> torch.optim.Optimizer:
@@ -87,14 +87,14 @@ def test_fresh_models_of_one_step_each_are_a_step_each(held: int) -> None:
     for seed, count in ((0, 10), *((seed, 1) for seed in range(1, 31))):
         for _ in range(count):
             at = step(recorder, optimizer, at, (0, 0, 1, 1, 1, 1), loader=False)
-        if seed == held:
+        if seed == kept_seed:
             holds.append(optimizer)
-        elif seed == held + 5:
+        elif seed == kept_seed + 5:
             holds.clear()
         optimizer = fresh()
     recorder.flush()
-    found = [record.step for record in _records(writer, memory) if record.kind == RecordKind.STEP]
-    assert found == list(range(1, 40))
+    numbers = [record.step for record in _records(writer, memory) if record.kind == RecordKind.STEP]
+    assert numbers == list(range(1, 40))
 
 
 @given(st.permutations("ABC"), st.integers(1, 3), st.lists(st.integers(0, 2), min_size=3, max_size=3), st.integers(1, 5))

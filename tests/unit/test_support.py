@@ -182,9 +182,9 @@ def test_what_a_handler_raises_in_our_code_passes(use: Callable[[CircuitBreaker,
 
 def test_every_probe_of_the_settings_is_made_under_its_name() -> None:
     """All but the exit probe, which needs no torch and which the session makes."""
-    made = factories(LossScaling())
-    assert {*made, "exits"} == set(settings.PROBES)
-    assert [make().name for make in made.values()] == list(made)
+    probes = factories(LossScaling())
+    assert {*probes, "exits"} == set(settings.PROBES)
+    assert [make().name for make in probes.values()] == list(probes)
 
 
 @pytest.mark.parametrize(
@@ -256,19 +256,19 @@ def test_nothing_that_commands_a_terminal_is_left_nor_the_path_to_a_package() ->
 @given(st.text(alphabet=st.characters()))
 def test_a_clean_text_is_one_printable_line(text: str) -> None:
     """Whatever it was."""
-    made = text_format.clean(text)
-    assert made.isprintable() or any(char.isspace() for char in made)
-    assert not {*made} & {*map(chr, range(32)), *map(chr, range(127, 160))}
-    assert len(made.splitlines()) <= 1
-    made.encode()
+    cleaned = text_format.clean(text)
+    assert cleaned.isprintable() or any(char.isspace() for char in cleaned)
+    assert not {*cleaned} & {*map(chr, range(32)), *map(chr, range(127, 160))}
+    assert len(cleaned.splitlines()) <= 1
+    cleaned.encode()
 
 
 @given(st.text(max_size=40), st.integers(0, 30))
 def test_a_cut_text_fits_and_a_padded_one_fills(text: str, room: int) -> None:
     """In columns, of which an East Asian character has two."""
-    made = text_format.clean(text)
-    assert text_format.columns(text_format.cut(made, room)) <= room
-    assert text_format.columns(text_format.pad(made, room)) == room
+    cleaned = text_format.clean(text)
+    assert text_format.columns(text_format.cut(cleaned, room)) <= room
+    assert text_format.columns(text_format.pad(cleaned, room)) == room
 
 
 INF = math.inf
@@ -294,7 +294,7 @@ SHOWN: list[tuple[Callable[[Any], str], dict[Any, str]]] = [
 
 def test_numbers_sizes_and_times_are_short() -> None:
     """As a person reads them: few digits, one unit or two."""
-    wrong = [(shown, value, made(value)) for made, values in SHOWN for value, shown in values.items() if made(value) != shown]
+    wrong = [(shown, value, form(value)) for form, values in SHOWN for value, shown in values.items() if form(value) != shown]
     assert wrong == []
     assert (text_format.number(math.nan), text_format.rate(45_300.0, "tokens")) == ("NaN", "45,300 tokens/s")
 

@@ -164,27 +164,27 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """The time of the module."""
-    made = Clock()
-    monkeypatch.setattr(training_state, "time", made)
-    return made
+    clock = Clock()
+    monkeypatch.setattr(training_state, "time", clock)
+    return clock
 
 
 def test_a_capture_without_an_end_is_forgotten(clock: Clock) -> None:
     """The sampler would rest for ever."""
-    found = Captures()
-    found.begin(1)
+    captures = Captures()
+    captures.begin(1)
     clock.now += LONGEST_S + 1
-    assert not found.in_progress()
-    found.begin(2)
-    assert found.in_progress()
+    assert not captures.in_progress()
+    captures.begin(2)
+    assert captures.in_progress()
 
 
 def test_a_round_that_hangs_holds_up_no_later_capture(clock: Clock) -> None:
     """A driver that does not answer: twenty captures wait together for as long as the first one."""
-    found = Captures()
-    assert found.begin_round("gpu")
+    captures = Captures()
+    assert captures.begin_round("gpu")
     begun_s = clock.now
     for graph in range(20):
-        found.begin(graph)
-        found.end(graph)
+        captures.begin(graph)
+        captures.end(graph)
     assert clock.now - begun_s == pytest.approx(training_state._PATIENCE_S, rel=0.1)

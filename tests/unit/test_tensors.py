@@ -89,10 +89,10 @@ def test_quantiles_of_values_that_go_by_column() -> None:
     weight[:, 1::2] *= 100
     image[..., 0] = 0.0
     for x in (weight, image):
-        found = debug.inspect_tensor(x).quantiles
-        assert found is not None
+        quantiles = debug.inspect_tensor(x).quantiles
+        assert quantiles is not None
         for share in (0.05, 0.5, 0.95):
-            below = float((x <= found[str(share)]).double().mean())
+            below = float((x <= quantiles[str(share)]).double().mean())
             assert below == pytest.approx(max(share, 0.25 if x is image else 0), abs=0.005)
 
 
@@ -103,11 +103,11 @@ class Layer(torch.nn.Linear):
 def test_objects_of_a_class_and_of_those_that_inherit_from_it_are_found() -> None:
     """Each once, and no longer than it lives."""
     layer, model = Layer(2, 2), torch.nn.Sequential(Layer(2, 2))
-    found = living(Layer)
-    assert sum(each is layer for each in found) == 1
-    assert sum(each is model[0] for each in found) == 1
-    assert not any(each is model for each in found)
-    del layer, found
+    layers = living(Layer)
+    assert sum(module is layer for module in layers) == 1
+    assert sum(module is model[0] for module in layers) == 1
+    assert not any(module is model for module in layers)
+    del layer, layers
     assert len(living(Layer)) == 1
     assert not any(kind is None for kind in types_of_objects())
 
@@ -187,8 +187,8 @@ def _model() -> nn.Sequential:
 
 
 def _validate(model: nn.Module) -> None:
-    with debug.validation(model) as found:
-        found.add(2, loss=model(torch.ones(2, 4)).sum())
+    with debug.validation(model) as validation:
+        validation.add(2, loss=model(torch.ones(2, 4)).sum())
 
 
 RUNS: dict[str, Callable[[nn.Module], object]] = {
@@ -245,9 +245,9 @@ def test_a_graph_that_has_no_modes_is_run_as_it_is() -> None:
     """Promise: one of `torch.export`, whose `train()` raises, can be validated and run."""
     x = torch.ones(2, 4)
     graph = torch.export.export(nn.Sequential(nn.Linear(4, 4), nn.Dropout()).eval(), (x,)).module()
-    with debug.validation(graph) as found:
-        found.add(2, loss=graph(x).sum())
-    assert found.error is None
+    with debug.validation(graph) as validation:
+        validation.add(2, loss=graph(x).sum())
+    assert validation.error is None
     assert torch.equal(debug.inference(graph, x).output, graph(x))
 
 

@@ -32,9 +32,10 @@ def test_elements_without_content_are_closed_as_html_and_as_svg_want_it() -> Non
 def test_what_is_not_finite_is_counted_and_leaves_a_gap() -> None:
     """A NaN is data."""
     points = [(1.0, 1.0), (2.0, NAN), (3.0, 2.0), (4.0, -INF)]
-    found = curve(points, SMALL_BUCKETS)
-    assert found is not None
-    assert (found.nonfinite, found.last, [one.mean for one in found.buckets]) == (2, 2.0, [1.0, None, 2.0, None])
+    line = curve(points, SMALL_BUCKETS)
+    assert line is not None
+    assert (line.nonfinite, line.last) == (2, 2.0)
+    assert [bucket.mean for bucket in line.buckets] == [1.0, None, 2.0, None]
     drawn = small(LineChart("Loss", (Series("Loss", points),)))
     assert drawn.count('class="line"') == 2
     assert drawn.count('class="odd"') == 2
@@ -85,24 +86,24 @@ def test_events_become_lines_and_what_is_none_is_left_out() -> None:
         {**evaluation, "scope": ["torchobs"]},
         {**evaluation, "scope": ["somebody"]},
     ]
-    told = rows_of("0", events_of(flights.decoded(*frames)))
-    assert [(one.title, one.text, one.severity, one.step) for one in told] == [
+    rows = rows_of("0", events_of(flights.decoded(*frames)))
+    assert [(line.title, line.text, line.severity, line.step) for line in rows] == [
         ("Nonfinite loss", "value NaN", Severity.ERROR, 7),
         ("Data loader's worker died", "pid 3", Severity.ERROR, None),
         ("mine <b>", "", Severity.INFO, None),
         ("Evaluation", "took 3 s", Severity.INFO, None),
     ]
-    assert told[0].at_s == 1_700_000_005
-    assert [one.number for one in told] == [1] * 4
+    assert rows[0].at_s == 1_700_000_005
+    assert [line.number for line in rows] == [1] * 4
 
 
 def test_every_event_of_ours_is_a_line() -> None:
     """But points of curves. Whatever its attributes hold, it can be compared with those of other ranks."""
     shown = set()
     for event in catalog.EVENTS:
-        given: dict[str, object] = {attribute.name: ["a", {"b": 1}] for attribute in event.attributes}
-        given |= {"kind": "gradients_kept", "values": [1.0, 2.0]}
-        frame = {"k": "event", "name": event.name, "t": 5, "step": 3, "attrs": given}
+        attributes: dict[str, object] = {attribute.name: ["a", {"b": 1}] for attribute in event.attributes}
+        attributes |= {"kind": "gradients_kept", "values": [1.0, 2.0]}
+        frame = {"k": "event", "name": event.name, "t": 5, "step": 3, "attrs": attributes}
         rows = [rows_of(str(rank), events_of(flights.decoded(frame))) for rank in range(2)]
         if [line.last.ranks for line in log_of(rows).lines] == [("1", "0")]:
             shown.add(event)
@@ -115,8 +116,8 @@ def test_what_all_ranks_say_is_said_once() -> None:
     def said(at_s: float, rank: str, what: str = "Run start") -> EventRow:
         return EventRow(at_s, (rank,), None, Severity.INFO, what, "")
 
-    told = merged_ranks([said(100.0, "1"), said(99.5, "0"), said(99.0, "0", "Epoch"), said(20.0, "0")])
-    assert [(one.at_s, one.ranks, one.title) for one in told] == [
+    rows = merged_ranks([said(100.0, "1"), said(99.5, "0"), said(99.0, "0", "Epoch"), said(20.0, "0")])
+    assert [(event.at_s, event.ranks, event.title) for event in rows] == [
         (100.0, ("0", "1"), "Run start"), (99.0, ("0",), "Epoch"), (20.0, ("0",), "Run start")
     ]  # fmt: skip
 
@@ -179,5 +180,5 @@ DEVICES: Values = {
 )
 def test_a_percentage_says_of_what_it_is(values: Values, shown: tuple[float, str]) -> None:
     """The process's bytes are not the machine's percentage: the words name the machine, the container or the device."""
-    one = row(values=values)
-    assert (one.memory, one.memory_limit) == shown
+    rank = row(values=values)
+    assert (rank.memory, rank.memory_limit) == shown

@@ -51,9 +51,9 @@ def anomalies(**counts: int) -> Values:
     return {"torchobs.anomalies": {(kind,): float(number) for kind, number in counts.items()}}
 
 
-def finished(rank: int = 0, **given: Any) -> RankView:
+def finished(rank: int = 0, **changes: Any) -> RankView:
     """A rank that has ended in order."""
-    return row(rank, "finished", reason="finished", **given)
+    return row(rank, "finished", reason="finished", **changes)
 
 
 def waited(data_s: float, rest_s: float) -> Values:
@@ -73,7 +73,7 @@ def grows(left_s: float) -> Values:
 
 def gpu(state: str) -> Values:
     """The values of a rank whose GPU is in that state."""
-    return {catalog.HW_STATUS.name: {("GPU-1", "gpu", one): float(one == state) for one in catalog.HW_STATE.values}}
+    return {catalog.HW_STATUS.name: {("GPU-1", "gpu", status): float(status == state) for status in catalog.HW_STATE.values}}
 
 
 SCALED = {**anomalies(nonfinite_gradient=4), "torchobs.amp.steps_skipped": {(): 4.0}}
@@ -214,8 +214,8 @@ def test_a_mistake_that_is_taken_back_is_none() -> None:
 )  # fmt: skip
 def test_what_is_said_of_a_run(rows: list[RankView], said: str, level: Severity) -> None:
     """Of ranks as they are, the most serious first; what is ordinary, or past, is no reason to worry."""
-    found = health(run(*rows))
-    assert (found.text[-len(said) :] if said else "", found.level) == (said, level)
+    verdict = health(run(*rows))
+    assert (verdict.text[-len(said) :] if said else "", verdict.level) == (said, level)
 
 
 @pytest.mark.parametrize(
@@ -238,16 +238,16 @@ def test_it_is_all_well_only_of_a_run_that_trains_or_has_finished(rows: list[Ran
 
 def test_ranks_that_have_not_appeared_are_missed() -> None:
     """On a node of a larger run only its own are."""
-    found = health(run(*EIGHT[:6], expected=8, world_size=64))
-    assert found.text.startswith("Training: 6 of 8 ranks alive on this node, 64 in all, step 12,400")
-    assert found.text.endswith("2 ranks have not appeared.")
-    assert found.level is Severity.WARNING
+    verdict = health(run(*EIGHT[:6], expected=8, world_size=64))
+    assert verdict.text.startswith("Training: 6 of 8 ranks alive on this node, 64 in all, step 12,400")
+    assert verdict.text.endswith("2 ranks have not appeared.")
+    assert verdict.level is Severity.WARNING
 
 
 def test_the_most_serious_comes_first() -> None:
     """A dead rank before a slow one."""
-    found = health(run(*but(row(1, slow=Slowness(3.0, 1)), row(7, "lost", reason="lost", age_s=3))))
-    assert found.text.index("Rank 7 vanished") < found.text.index("Rank 1 is 3 times as slow")
+    verdict = health(run(*but(row(1, slow=Slowness(3.0, 1)), row(7, "lost", reason="lost", age_s=3))))
+    assert verdict.text.index("Rank 7 vanished") < verdict.text.index("Rank 1 is 3 times as slow")
 
 
 def test_what_is_read_aloud_does_not_change_with_every_step() -> None:
@@ -305,9 +305,9 @@ def test_what_a_run_has_recovered_from_is_past_while_it_runs_and_after() -> None
         def of(number: int, past: dict[str, int], state: str = state, reason: str = reason) -> RankView:
             return row(number, state, reason=reason, values=values, derived={"lately": lately, "past": past})
 
-        found = health(run(of(0, both), of(1, both)))
+        verdict = health(run(of(0, both), of(1, both)))
         said = "Past: 1 loss that was not finite and 20 loss spikes; the last 60 steps were healthy."
-        assert (found.text.endswith(said), found.level) == (True, Severity.INFO)
+        assert (verdict.text.endswith(said), verdict.level) == (True, Severity.INFO)
         partly = health(run(of(0, {"loss_spike": 75}), of(1, both)))
         assert "1 loss that was not finite. Past: 20 loss spikes; the last 75 steps were healthy." in partly.text
         assert partly.level is Severity.WARNING
@@ -336,10 +336,10 @@ AMP: Values = {**anomalies(nonfinite_gradient=1), catalog.AMP_SCALE.name: {("0",
 )
 def test_page_and_report_judge_a_rank_alike(rank: RankView, level: Severity, badge: str) -> None:
     """Of the same findings: what is worth a look in one is in the other."""
-    known = diagnose_run([rank])
-    assert (known.health.level, known.health.badge) == (level, badge)
-    assert (known.verdict.severity, known.verdict.values["badge"]) == (level.name.lower(), badge)
-    assert all(one.severity == "info" for one in known.by_rank[0]) == (level is INFO)
+    diagnosis = diagnose_run([rank])
+    assert (diagnosis.health.level, diagnosis.health.badge) == (level, badge)
+    assert (diagnosis.verdict.severity, diagnosis.verdict.values["badge"]) == (level.name.lower(), badge)
+    assert all(finding.severity == "info" for finding in diagnosis.by_rank[0]) == (level is INFO)
 
 
 def test_the_page_reads_all_that_a_status_is_made_of() -> None:
@@ -357,8 +357,8 @@ def test_the_page_reads_all_that_a_status_is_made_of() -> None:
             return self.values(metric).get(key)
 
     values: Values = {catalog.STEPS.name: {(): 3.0}, catalog.AMP_SKIP_STREAK.name: {(): 40.0}}
-    for one in (row(0), finished(0)):
-        view = run(replace(one, readings=Asking(values)))
+    for rank in (row(0), finished(0)):
+        view = run(replace(rank, readings=Asking(values)))
         health(view)
         screen([view], TerminalStyle(200), 40)
     assert asked <= {metric.name for metric in METRICS}
@@ -368,9 +368,9 @@ def test_a_run_that_failed_beside_this_one_is_worth_a_look() -> None:
     """The headline is what a tab in the background shows."""
     well = run(row(0))
     failed = run(row(0, "failed", reason="exception", run_id="run-2"))
-    found = health_beside(well, [well, failed])
-    assert found.text.endswith("Another run here is in trouble: gpt run-2.")
-    assert found.level is Severity.WARNING
+    verdict = health_beside(well, [well, failed])
+    assert verdict.text.endswith("Another run here is in trouble: gpt run-2.")
+    assert verdict.level is Severity.WARNING
     assert health_beside(well, [well]).level is Severity.INFO
 
 
