@@ -36,19 +36,17 @@ def raised_event(seconds: float, **attributes: Any) -> Any:
     return fact(catalog.EVENT_EXCEPTION, seconds, round(10 * seconds), exception__type="builtins.ValueError", **attributes)
 
 
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
+def test_how_a_rank_ended() -> None:
+    """In one sentence, with how far it came."""
+    cases: list[tuple[dict[str, Any], str]] = [
         ({"state": "failed", "reason": "terminated", "exit_code": 129}, "Rank 0 was terminated by SIGHUP after step 50"),
         ({"state": "failed", "reason": "crashed", "exit_code": 139}, "crashed in a thread that ran no Python code (SIGSEGV"),
         ({"unwritten": True}, "without a word after step 50 at least, in the phase forward: killed (SIGKILL)"),
         ({"same_boot": False}, "without a word after step 50, in the phase forward: the machine has been started"),
         ({"copied": True, "same_boot": False}, "or a crash, or it went on after this copy was made."),
-    ],
-)  # fmt: skip
-def test_how_a_rank_ended(changes: dict[str, Any], said: str) -> None:
-    """In one sentence, with how far it came."""
-    assert said in diagnose(facts(steps(50), **changes))[0].long
+    ]  # fmt: skip
+    for changes, said in cases:
+        assert said in diagnose(facts(steps(50), **changes))[0].long
 
 
 def test_every_exit_reason_and_living_state_has_its_kind() -> None:
@@ -222,9 +220,9 @@ def test_a_rank_that_was_killed_while_it_stood_still_is_said_to_have() -> None:
     assert "are in evidence 0123456789abcdef" in stalled(quiet(69.0, events=[event])).long, "a copy of the flight file alone"
 
 
-@pytest.mark.parametrize(
-    ("seconds", "changes", "severity"),
-    [
+def test_what_is_long_and_how_bad_it_is() -> None:
+    """A slow batch is nothing, a time that nobody would call a hang yet is worth a look, an evaluation takes what it takes."""
+    cases: list[tuple[float, dict[str, Any], str | None]] = [
         (9.0, {}, None),
         (30.0, {}, WARNING),
         (30.0, {"state": "failed", "reason": "interrupted"}, WARNING),
@@ -236,12 +234,10 @@ def test_a_rank_that_was_killed_while_it_stood_still_is_said_to_have() -> None:
         (30.0, ALIVE, None),
         (600.0, {**ALIVE, "phase": "evaluation"}, INFO),
         (69.0, {**ALIVE, "state": "hung"}, ERROR),
-    ],
-)
-def test_what_is_long_and_how_bad_it_is(seconds: float, changes: dict[str, Any], severity: str | None) -> None:
-    """A slow batch is nothing, a time that nobody would call a hang yet is worth a look, an evaluation takes what it takes."""
-    severities = [finding.severity for finding in diagnose(quiet(seconds, **changes)) if finding.kind == "stalled"]
-    assert severities == ([severity] if severity else [])
+    ]
+    for seconds, changes, severity in cases:
+        severities = [finding.severity for finding in diagnose(quiet(seconds, **changes)) if finding.kind == "stalled"]
+        assert severities == ([severity] if severity else [])
 
 
 def test_what_is_long_where_the_lock_is_held_and_before_the_first_step() -> None:
@@ -325,9 +321,9 @@ ROSE = [*steps(808), step(809, 2.0, 40.0), step(810, 3.0), step(811, 4.0), *(ste
 WARM_UP = [*(step(n, learning_rate=1e-3 * n / 100) for n in range(1, 101)), step(101, NAN, NAN)]
 
 
-@pytest.mark.parametrize(
-    ("history", "said"),
-    [
+def test_a_loss_that_is_not_finite_is_told_with_what_came_before() -> None:
+    """The step, the gradient before it, the learning rate, and how much was wasted."""
+    cases: list[tuple[list[Step], str]] = [
         (
             ROSE,
             "turned NaN in step 812, 3 steps after the gradient norm rose 40-fold (from 1 to 40). The learning rate was 0.001",
@@ -339,11 +335,9 @@ WARM_UP = [*(step(n, learning_rate=1e-3 * n / 100) for n in range(1, 101)), step
         (WARM_UP, "The loss turned NaN in step 101. The learning rate was 0.001."),
         ([*steps(50), step(51, math.inf)], "turned infinite in step 51"),
         ([step(n, NAN, NAN) for n in range(1, 20)], "The loss turned NaN in step 1."),
-    ],
-)
-def test_a_loss_that_is_not_finite_is_told_with_what_came_before(history: list[Step], said: str) -> None:
-    """The step, the gradient before it, the learning rate, and how much was wasted."""
-    assert said in told(facts(history))["nonfinite_loss"]
+    ]
+    for history, said in cases:
+        assert said in told(facts(history))["nonfinite_loss"]
 
 
 def test_gradients_that_were_not_finite_or_vanished_are_told() -> None:
@@ -373,9 +367,9 @@ HALVED = [step(number, learning_rate=1e-3 * 0.5**number) for number in range(301
 TUNED = [*rates((30.0, 100)), *(slow._replace(new_model=slow.step == 101) for slow in rates((1e-6, 300), first=101))]
 
 
-@pytest.mark.parametrize(
-    ("history", "others", "said"),
-    [
+def test_a_learning_rate_of_zero_is_told() -> None:
+    """A schedule for fewer steps than there are, or one that nobody steps; not what schedules and frozen groups do as well."""
+    cases: list[tuple[list[Step], dict[str, float], str]] = [
         (rates((1e-3, 100), (0.0, 500)), {"1": 0.0}, "was 0 from step 101 on: 500 steps changed nothing."),
         (rates((0.0, 300)), {}, "was 0 in all steps: 300 steps changed nothing."),
         (rates((0.0, 300), first=9_000), {}, "was 0 from step 9,000 or before on: 300 steps changed nothing."),
@@ -388,13 +382,11 @@ TUNED = [*rates((30.0, 100)), *(slow._replace(new_model=slow.step == 101) for sl
         (rates((0.0, 30), (1e-3, 100)), {}, ""),
         (rates((None, 300)), {}, ""),
         (rates((0.0, 300)), {"1": 1e-3}, ""),
-    ],
-)
-def test_a_learning_rate_of_zero_is_told(history: list[Step], others: dict[str, float], said: str) -> None:
-    """A schedule for fewer steps than there are, or one that nobody steps; not what schedules and frozen groups do as well."""
-    by_kind = told(facts(history, values={(catalog.LEARNING_RATE, group): rate for group, rate in others.items()}))
-    texts = [by_kind[kind] for kind in ("diverged", "zero_learning_rate", "tiny_learning_rate") if kind in by_kind]
-    assert texts == ([f"The learning rate {said}"] if said else [])
+    ]
+    for history, others, said in cases:
+        by_kind = told(facts(history, values={(catalog.LEARNING_RATE, group): rate for group, rate in others.items()}))
+        texts = [by_kind[kind] for kind in ("diverged", "zero_learning_rate", "tiny_learning_rate") if kind in by_kind]
+        assert texts == ([f"The learning rate {said}"] if said else [])
 
 
 def test_a_step_that_took_very_long_and_steps_that_became_slow_name_the_phase() -> None:

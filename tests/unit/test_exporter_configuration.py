@@ -83,25 +83,23 @@ SET: dict[str, tuple[list[str], object]] = {
 """By its option, texts and the value that they give."""
 
 
-@pytest.mark.parametrize(
-    ("field", "text"),
-    [
+def test_what_is_not_allowed_is_left_out_and_named() -> None:
+    """The problem names the flag, the value and what is allowed; the rest of the configuration holds."""
+    cases: list[tuple[str, str]] = [
         *(("listen", text) for text in ("10960", ":99999", "unix:relative", "unix:/x/")),
         *(("telemetry_path", text) for text in ("metrics", "/", "/-/healthy", "/api/v1", "/live/stream", "/a{b}")),
         *(("grace_s", "soon"), ("mode", "daemon"), ("hang_timeout_s", "never"), ("allow_foreign_owner", "maybe")),
         *(("series_limit_total", "0"), ("series_limit_total", "many"), ("memory_limit", "128M"), ("memory_limit", "-1")),
         *(("drop_metrics", text) for text in ("torchobs_gpu_.*", "a|b", "*_layer_*", "*")),
         *(("flight_dir", ""), ("flight_dir", "a\0b")),
-    ],
-)
-def test_what_is_not_allowed_is_left_out_and_named(field: str, text: str) -> None:
-    """The problem names the flag, the value and what is allowed; the rest of the configuration holds."""
-    chosen = config.parse({field: [text], "drain_timeout_s": ["7"]}, {})
-    (option,) = (option for option in config.OPTIONS if option.name == field)
-    assert chosen.problems == (f"{option.flag} {text!r}: expected {option.kind.allowed}",)
-    if field != "listen":  # it has a test of its own
-        assert getattr(chosen, field) == getattr(ExporterConfig(), field)
-    assert chosen.drain_timeout_s == 7.0
+    ]
+    for field, text in cases:
+        chosen = config.parse({field: [text], "drain_timeout_s": ["7"]}, {})
+        (option,) = (option for option in config.OPTIONS if option.name == field)
+        assert chosen.problems == (f"{option.flag} {text!r}: expected {option.kind.allowed}",)
+        if field != "listen":  # it has a test of its own
+            assert getattr(chosen, field) == getattr(ExporterConfig(), field)
+        assert chosen.drain_timeout_s == 7.0
 
 
 def test_a_variable_that_is_no_option_s_is_named_without_its_value() -> None:
@@ -178,20 +176,18 @@ def test_a_signal_s_own_value_beats_that_of_all_and_an_option_its_variable() -> 
     assert ({target.timeout_s for _, target in chosen.targets()}, chosen.interval_s) == ({60.0, 1.5}, 5.0)
 
 
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [
+def test_what_is_not_allowed_is_told_and_left_out() -> None:
+    """The push goes on with the rest."""
+    cases: list[tuple[str, str]] = [
         *((BASE, url) for url in ("collector:4318", "ftp://c", "http://", "http://c:99999", "http://c/a b")),
         *(("OTEL_EXPORTER_OTLP_PROTOCOL", "http/json"), ("OTEL_EXPORTER_OTLP_COMPRESSION", "zstd")),
         *(("OTEL_EXPORTER_OTLP_TIMEOUT", text) for text in ("10s", "0")),
         ("OTEL_METRIC_EXPORT_INTERVAL", "-1"),
-    ],
-)
-def test_what_is_not_allowed_is_told_and_left_out(name: str, text: str) -> None:
-    """The push goes on with the rest."""
-    push, (problem, *_) = config.parse_push({}, {"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "http://c:1", name: text})
-    assert push is not None
-    assert problem.startswith(f"{name}='{text}': expected ")
+    ]
+    for name, text in cases:
+        push, (problem, *_) = config.parse_push({}, {"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "http://c:1", name: text})
+        assert push is not None
+        assert problem.startswith(f"{name}='{text}': expected ")
 
 
 def test_what_may_be_a_key_or_a_password_is_never_repeated() -> None:

@@ -83,9 +83,9 @@ def test_a_plan_fills_the_file_and_no_region_lies_in_another() -> None:
         assert size // 4 < records * RECORD_SIZE <= size // 2
 
 
-@pytest.mark.parametrize(
-    ("offset", "form", "value", "why"),
-    [
+def test_a_header_that_lies_is_refused_by_name() -> None:
+    """With a right CRC: every offset and count is checked before use."""
+    cases: list[tuple[int, str, int, str]] = [
         (0, "<Q", 0, "not a flight file"),
         (8, "<H", 1, "format version 1"),
         (16, "<Q", MIN_SIZE + 64, "size"),
@@ -93,15 +93,13 @@ def test_a_plan_fills_the_file_and_no_region_lies_in_another() -> None:
         (100, "<I", 16, "items"),
         (104, "<Q", 0, "outside"),
         (112, "<Q", (1 << 64) - 8, "outside"),
-    ],
-)
-def test_a_header_that_lies_is_refused_by_name(offset: int, form: str, value: int, why: str) -> None:
-    """With a right CRC: every offset and count is checked before use."""
-    raw = bytearray(encode_header(HEADER))
-    struct.pack_into(form, raw, offset, value)
-    struct.pack_into("<I", raw, HEADER_SIZE - 4, zlib.crc32(raw[: HEADER_SIZE - 4]))
-    with pytest.raises(BadFlightFileError, match=why):
-        decode_header(bytes(raw), HEADER.file_size)
+    ]
+    for offset, form, value, why in cases:
+        raw = bytearray(encode_header(HEADER))
+        struct.pack_into(form, raw, offset, value)
+        struct.pack_into("<I", raw, HEADER_SIZE - 4, zlib.crc32(raw[: HEADER_SIZE - 4]))
+        with pytest.raises(BadFlightFileError, match=why):
+            decode_header(bytes(raw), HEADER.file_size)
 
 
 SEED = flights.header().seed

@@ -102,9 +102,9 @@ def test_a_nan_alone_is_wrong_by_default(kind: str) -> None:
     assert guard.Contract().inspect(make()).ok is is_sound
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
+def test_nonsense_is_refused_when_it_is_written() -> None:
+    """Promise: a contract that makes no sense is an error where it is made."""
+    cases: list[tuple[dict[str, Any], str]] = [
         ({"shape": "b ... c ..."}, "only one of its words"),
         ({"dtype": "float"}, "floating, integer, complex, bool"),
         ({"min": 2.0, "max": 1.0}, "nothing is between"),
@@ -113,12 +113,10 @@ def test_a_nan_alone_is_wrong_by_default(kind: str) -> None:
         ({"dtype": [torch.float32]}, "or a tuple of these"),
         ({"device": "gpu"}, "as torch.device takes it"),
         ({"shape": (-1, 3)}, "'-1' is no size"),
-    ],
-)
-def test_nonsense_is_refused_when_it_is_written(arguments: dict[str, Any], message: str) -> None:
-    """Promise: a contract that makes no sense is an error where it is made."""
-    with pytest.raises(ValueError, match=message):
-        guard.Contract(**arguments)
+    ]
+    for arguments, message in cases:
+        with pytest.raises(ValueError, match=message):
+            guard.Contract(**arguments)
 
 
 def test_names_have_one_size_in_all_tensors_of_a_check() -> None:
@@ -405,20 +403,18 @@ def test_wrong_arguments() -> None:
         guard.check_outputs(torch.ones(4, 2), contract="b 2")  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    ("outputs", "problem"),
-    [
+def test_each_sickness_is_told() -> None:
+    """Promise: what is wrong is said in words; a violation of a contract is listed, not raised."""
+    cases: list[tuple[torch.Tensor, str]] = [
         (torch.tensor([[nan, 1.0]]), "1 of 2 values are not finite"),
         (torch.zeros(8, 5), "predictions prefer no class"),
         (torch.full((8, 5), 0.2), "predictions prefer no class"),
         (torch.tensor([[1.0, 2.0]]).repeat(8, 1), "the same output for every sample"),
         (torch.tensor([[0.5, 3.0]]), "max: 3, and 1 of 2 values are beyond, the first at [0, 1]; expected 2 or less"),
-    ],
-)
-def test_each_sickness_is_told(outputs: torch.Tensor, problem: str) -> None:
-    """Promise: what is wrong is said in words; a violation of a contract is listed, not raised."""
-    report = guard.check_outputs(outputs, classes=1, contract=guard.Contract(max=2.0))
-    assert any(sickness.text.startswith(problem) for sickness in report.problems), report
+    ]
+    for outputs, problem in cases:
+        report = guard.check_outputs(outputs, classes=1, contract=guard.Contract(max=2.0))
+        assert any(sickness.text.startswith(problem) for sickness in report.problems), report
 
 
 class Flaky:

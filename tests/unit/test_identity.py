@@ -8,7 +8,6 @@ import os
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -93,23 +92,21 @@ def test_every_launcher_is_understood(environ: Mapping[str, str], run_id: str, p
     assert (_place(identity), identity.run_id) == (place, run_id)
 
 
-@pytest.mark.parametrize(
-    ("environ", "launcher", "named"),
-    [
+def test_nonsense_is_reported_once_and_the_next_launcher_asked() -> None:
+    """A value that does not parse, or a rank outside its world, never raises and names its variable."""
+    cases: list[tuple[dict[str, str], str, str]] = [
         (ELASTIC | {"RANK": "abc"}, "python", "RANK"),
         (ELASTIC | {"RANK": "8"}, "python", "RANK"),
         (SRUN | {"RANK": "٣"}, "slurm", "RANK"),
         (INDEXED | OPENMPI | {"OMPI_COMM_WORLD_SIZE": "3"}, "kubernetes", "OMPI_COMM_WORLD_RANK"),
         (ELASTIC | {"WORLD_SIZE": "many"}, "torchrun", "WORLD_SIZE"),
         (ELASTIC | {"TORCHELASTIC_RESTART_COUNT": "twice"}, "torchrun", "TORCHELASTIC_RESTART_COUNT"),
-    ],
-)
-def test_nonsense_is_reported_once_and_the_next_launcher_asked(environ: dict[str, str], launcher: str, named: str) -> None:
-    """A value that does not parse, or a rank outside its world, never raises and names its variable."""
-    identity, problems = _discover(environ | {"TORCHOBS_RUN_ID": "run"})
-    assert identity.launcher == launcher
-    assert [problem.name for problem in problems] == [named]
-    assert problems[0].value == environ[named]
+    ]
+    for environ, launcher, named in cases:
+        identity, problems = _discover(environ | {"TORCHOBS_RUN_ID": "run"})
+        assert identity.launcher == launcher
+        assert [problem.name for problem in problems] == [named]
+        assert problems[0].value == environ[named]
 
 
 def test_settings_beat_the_launcher() -> None:
@@ -156,19 +153,18 @@ def test_an_unnamed_torchrun_gives_its_ranks_and_restarts_one_run() -> None:
     assert ids == {launch: {f"node7-{launch}"} for launch in ids}
 
 
-@pytest.mark.parametrize(
-    "environ", [UNNAMED, PMI, INDEXED, INDEXED | {"WORLD_SIZE": "4"}, {"RANK": "1", "WORLD_SIZE": "2"}, {"TORCHOBS_RANK": "1"}]
-)
-def test_nodes_that_cannot_agree_on_a_run_id_are_reported(environ: dict[str, str]) -> None:
+def test_nodes_that_cannot_agree_on_a_run_id_are_reported() -> None:
     """Half of a run under another id is a defect that only the user can cure: say how."""
-    [problem] = _discover(environ)[1]
-    assert str(problem).startswith("TORCHOBS_RUN_ID is not set")
-    assert _discover(environ | {"TORCHOBS_RUN_ID": "mine"})[1] == []
+    by_rank = ({"RANK": "1", "WORLD_SIZE": "2"}, {"TORCHOBS_RANK": "1"})
+    for environ in (UNNAMED, PMI, INDEXED, INDEXED | {"WORLD_SIZE": "4"}, *by_rank):
+        [problem] = _discover(environ)[1]
+        assert str(problem).startswith("TORCHOBS_RUN_ID is not set")
+        assert _discover(environ | {"TORCHOBS_RUN_ID": "mine"})[1] == []
 
 
-@pytest.mark.parametrize(
-    ("environ", "host", "argv0", "name"),
-    [
+def test_the_job_name_is_the_best_that_is_known() -> None:
+    """Told, else the scheduler's, else the script's."""
+    cases: list[tuple[Mapping[str, str], str, str, str]] = [
         ({"TORCHOBS_JOB_NAME": "a", "OTEL_SERVICE_NAME": "b"}, "node7", "train.py", "a"),
         ({"OTEL_SERVICE_NAME": "b", "OTEL_RESOURCE_ATTRIBUTES": "service.name=c"}, "node7", "train.py", "b"),
         ({"OTEL_RESOURCE_ATTRIBUTES": "service.name=c", "TORCHOBS_K8S_JOB_NAME": "d"}, "node7", "train.py", "c"),
@@ -178,11 +174,9 @@ def test_nodes_that_cannot_agree_on_a_run_id_are_reported(environ: dict[str, str
         ({}, "node7", "/site-packages/ipykernel_launcher.py", "notebook"),
         ({}, "node7", "/src/gpt/__main__.py", "gpt"),
         ({}, "node7", "-c", "torch"),
-    ],
-)
-def test_the_job_name_is_the_best_that_is_known(environ: Mapping[str, str], host: str, argv0: str, name: str) -> None:
-    """Told, else the scheduler's, else the script's."""
-    assert _discover(environ, dataclasses.replace(PROCESS, host=host, argv0=argv0))[0].job_name == name
+    ]
+    for environ, host, argv0, name in cases:
+        assert _discover(environ, dataclasses.replace(PROCESS, host=host, argv0=argv0))[0].job_name == name
 
 
 def test_names_are_printable_and_bounded_and_stay_apart() -> None:

@@ -1,7 +1,5 @@
 """Ranks as files show them: incarnations, labels, and states."""
 
-import pytest
-
 from tests.support import for_each
 from torchobs import catalog
 from torchobs.catalog import SECONDS_BOUNDS
@@ -76,48 +74,46 @@ def test_which_incarnations_are_served(claims: list[RankCandidate], served: dict
     assert resolve(claims) == served
 
 
-@pytest.mark.parametrize("resource", [{}, {"job_name": "", "run_id": "", "rank": ""}, {"rank": -1}, {"rank": "0-aaaaaaaa"}])
-def test_a_missing_identity_is_unknown(resource: dict[str, object]) -> None:
+def test_a_missing_identity_is_unknown() -> None:
     """An empty label is no label, and the joins need all three; a rank is a number, or could pass for a duplicate's."""
-    assert labels.identity({"job_name": "gpt", "run_id": "r", "rank": 3}) == ("gpt", "r", "3")
-    assert labels.identity(resource) == ("unknown", "unknown", "unknown")
+    cases: list[dict[str, object]] = [{}, {"job_name": "", "run_id": "", "rank": ""}, {"rank": -1}, {"rank": "0-aaaaaaaa"}]
+    for resource in cases:
+        assert labels.identity({"job_name": "gpt", "run_id": "r", "rank": 3}) == ("gpt", "r", "3")
+        assert labels.identity(resource) == ("unknown", "unknown", "unknown")
 
 
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [("x", "x"), (1, "1"), (1.5, "1.5"), (True, "true"), ([1, "a"], '[1,"a"]'), ("", ""), (None, "null"),
-     ("a\ud800b", "a?b"), ('ünï\n"\\', 'ünï\n"\\')],
-)  # fmt: skip
-def test_values_are_written_as_opentelemetry_does(value: object, text: str) -> None:
+def test_values_are_written_as_opentelemetry_does() -> None:
     """Numbers and lists are JSON, as in Prometheus' own translation; of lone surrogates JSON is made, and UTF-8 is not."""
-    assert labels.text(value) == text
+    cases = {"x": "x", 1: "1", 1.5: "1.5", "": "", None: "null", "a\ud800b": "a?b", 'ünï\n"\\': 'ünï\n"\\'}
+    for value, text in ((True, "true"), ([1, "a"], '[1,"a"]'), *cases.items()):
+        assert labels.text(value) == text
 
 
-@pytest.mark.parametrize(
-    ("attributes", "translated"),
-    [
+def test_attributes_are_translated_as_prometheus_does() -> None:
+    """Dots become underscores, a leading digit gets a key."""
+    cases: list[tuple[list[tuple[str, object]], dict[str, str]]] = [
         ([("a.b", "x"), ("1st", "y"), ("_z", 1)], {"a_b": "x", "key_1st": "y", "key_z": "1"}),
         ([("a.b", "1"), ("a_b", "2")], {"a_b": "1;2"}),  # joined by a semicolon, as Prometheus does
         ([("a", "")], {}),  # Prometheus takes it for none, and two series would be one
-    ],
-)
-def test_attributes_are_translated_as_prometheus_does(attributes: list[tuple[str, object]], translated: dict[str, str]) -> None:
-    """Dots become underscores, a leading digit gets a key."""
-    assert labels.of_attributes(attributes) == translated
+    ]
+    for attributes, translated in cases:
+        assert labels.of_attributes(attributes) == translated
 
 
-@pytest.mark.parametrize("name", ["job_name", "run_id", "rank", "le", "job.name", "job", "instance"])
-def test_an_attribute_that_is_called_as_ours_is_exported(name: str) -> None:
+def test_an_attribute_that_is_called_as_ours_is_exported() -> None:
     """A user's `rank` must not make another rank's series, nor a user's `job` take the scrape's, on the page or in a push."""
-    assert labels.of_attributes([(name, "x")]) == {f"exported_{name.replace('.', '_')}": "x"}
-    assert labels.pushed_name(name) == f"exported_{name.replace('.', '_')}"
+    cases: list[str] = ["job_name", "run_id", "rank", "le", "job.name", "job", "instance"]
+    for name in cases:
+        assert labels.of_attributes([(name, "x")]) == {f"exported_{name.replace('.', '_')}": "x"}
+        assert labels.pushed_name(name) == f"exported_{name.replace('.', '_')}"
 
 
-@pytest.mark.parametrize("name", ["", "__", "_", "ключ", "__name__", "__address__", "é_x"])
-def test_a_name_that_prometheus_refuses_or_drops_is_pushed_as_its_label(name: str) -> None:
+def test_a_name_that_prometheus_refuses_or_drops_is_pushed_as_its_label() -> None:
     """One such name would cost the whole request; on the page `__name__` would rename the series, the others vanish."""
-    assert {labels.pushed_name(name): "x"} == labels.of_attributes([(name, "x")])
-    assert labels.pushed_name(name).startswith("key")
+    cases: list[str] = ["", "__", "_", "ключ", "__name__", "__address__", "é_x"]
+    for name in cases:
+        assert {labels.pushed_name(name): "x"} == labels.of_attributes([(name, "x")])
+        assert labels.pushed_name(name).startswith("key")
 
 
 def test_the_info_holds_what_describes_the_rank_and_nothing_else() -> None:
@@ -154,9 +150,9 @@ def durations(counts: dict[int, int]) -> Distribution:
     return Distribution(tuple(counts.get(bucket, 0) for bucket in range(len(SECONDS_BOUNDS) + 1)), 1.0, 0.1, 5000.0)
 
 
-@pytest.mark.parametrize(
-    ("observation", "state"),
-    [
+def test_each_state_follows_from_what_was_seen() -> None:
+    """Heartbeat and lock decide who lives, the exit word how it ended, the learned timeout who hangs."""
+    cases: list[tuple[Observation, str]] = [
         (ALIVE, "alive"),
         (ALIVE._replace(beat_age_s=2.1), "unresponsive"),
         (ALIVE._replace(beat_age_s=2.1, quiet_s=1e6), "unresponsive"),
@@ -180,12 +176,10 @@ def durations(counts: dict[int, int]) -> Distribution:
         (ALIVE._replace(exit_reason=Exit.EXCEPTION), "alive"),
         # of another boot: its lock and its CLOCK_MONOTONIC mean nothing here
         (ALIVE._replace(same_boot=False), "lost"),
-    ],
-)
-def test_each_state_follows_from_what_was_seen(observation: Observation, state: str) -> None:
-    """Heartbeat and lock decide who lives, the exit word how it ended, the learned timeout who hangs."""
-    assert rank_state.judge(observation) == state
-    assert state in catalog.RANK_STATES
+    ]
+    for observation, state in cases:
+        assert rank_state.judge(observation) == state
+        assert state in catalog.RANK_STATES
 
 
 def test_a_free_lock_alone_is_no_death() -> None:
@@ -200,9 +194,9 @@ LAST = len(SECONDS_BOUNDS) - 1
 USUAL, FOUR_S, HALF_MINUTE, MINUTES = map(SECONDS_BOUNDS.index, (0.125, 4.0, 32.0, 128.0))
 
 
-@pytest.mark.parametrize(
-    ("measured", "timeout_s"),
-    [
+def test_the_hang_timeout_is_learned_from_the_rank_s_own_steps() -> None:
+    """20 times the 99th percentile, from 60 s on; half an hour before the first step."""
+    cases: list[tuple[Distribution | None, float]] = [
         (None, rank_state.FIRST_STEP_S),
         (durations({}), rank_state.FIRST_STEP_S),
         (durations({FOUR_S: 100}), 80.0),
@@ -216,45 +210,37 @@ USUAL, FOUR_S, HALF_MINUTE, MINUTES = map(SECONDS_BOUNDS.index, (0.125, 4.0, 32.
         (durations({USUAL: 998, MINUTES: 2}), 256.0),
         # the overflow bucket has no bound of its own
         (durations({LAST + 1: 5}), 20 * 5000.0),
-    ],
-)
-def test_the_hang_timeout_is_learned_from_the_rank_s_own_steps(measured: Distribution | None, timeout_s: float) -> None:
-    """20 times the 99th percentile, from 60 s on; half an hour before the first step."""
-    assert rank_state.hang_timeout_s(measured, SECONDS_BOUNDS) == timeout_s
+    ]
+    for measured, timeout_s in cases:
+        assert rank_state.hang_timeout_s(measured, SECONDS_BOUNDS) == timeout_s
 
 
-@pytest.mark.parametrize(
-    ("memory", "why"),
-    [
+def test_who_vanishes_near_a_limit_likely_ran_out_of_memory() -> None:
+    """The state is lost all the same: nobody saw the kernel do it."""
+    cases: list[tuple[MemoryUse | None, str]] = [
         (None, "lost"),
         (MemoryUse(cgroup=0.949, machine=0.979), "lost"),
         (MemoryUse(cgroup=0.95), "out_of_memory"),
         (MemoryUse(machine=0.98), "out_of_memory"),
         (MemoryUse(kill_age_s=60.0), "out_of_memory"),
         (MemoryUse(kill_age_s=61.0), "lost"),
-    ],
-)
-def test_who_vanishes_near_a_limit_likely_ran_out_of_memory(memory: MemoryUse | None, why: str) -> None:
-    """The state is lost all the same: nobody saw the kernel do it."""
-    assert rank_state.ending(None, 0, memory) == ("lost", why)
+    ]
+    for memory, why in cases:
+        assert rank_state.ending(None, 0, memory) == ("lost", why)
 
 
 FULL = MemoryUse(cgroup=1.0, machine=1.0, kill_age_s=0.0)
 
 
-@pytest.mark.parametrize(
-    ("reason", "code", "memory", "ended"),
-    [
+def test_who_said_how_it_ends_did_not_run_out_of_memory() -> None:
+    """An exit word is a word, at whatever limit; and who is told to end has not failed by itself."""
+    cases: list[tuple[int, int, MemoryUse | None, tuple[str, str]]] = [
         # the mark of a SIGTERM, and the status of a program that handles it itself
         (Exit.TERMINATED, 143, FULL, ("failed", "terminated")),
         (Exit.EXIT_CODE, 143, FULL, ("failed", "terminated")),
         (Exit.EXIT_CODE, 137, None, ("failed", "exit_code")),
         (Exit.FINISHED, 0, FULL, ("finished", "finished")),
         (Exit.EXCEPTION, 1, FULL, ("failed", "exception")),
-    ],
-)
-def test_who_said_how_it_ends_did_not_run_out_of_memory(
-    reason: int, code: int, memory: MemoryUse | None, ended: tuple[str, str]
-) -> None:
-    """An exit word is a word, at whatever limit; and who is told to end has not failed by itself."""
-    assert rank_state.ending(reason, code, memory) == ended
+    ]
+    for reason, code, memory, ended in cases:
+        assert rank_state.ending(reason, code, memory) == ended

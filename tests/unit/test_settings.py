@@ -117,17 +117,15 @@ def test_argument_beats_environment_beats_default() -> None:
     assert len(resolve({"level": "loud"}, {"TORCHOBS_LEVEL": "quiet"})[1]) == 2
 
 
-@pytest.mark.parametrize(
-    ("environ", "enabled"),
-    [
+def test_our_own_variable_beats_opentelemetrys() -> None:
+    """The more specific variable wins; an empty one is unset and a bad one is passed over."""
+    cases: list[tuple[Mapping[str, str], bool]] = [
         ({"TORCHOBS_ENABLED": "true", "OTEL_SDK_DISABLED": "true"}, True),
         ({"TORCHOBS_ENABLED": "maybe", "OTEL_SDK_DISABLED": "true"}, False),
         ({"TORCHOBS_ENABLED": " ", "OTEL_SDK_DISABLED": ""}, True),
-    ],
-)
-def test_our_own_variable_beats_opentelemetrys(environ: Mapping[str, str], enabled: bool) -> None:  # noqa: FBT001
-    """The more specific variable wins; an empty one is unset and a bad one is passed over."""
-    assert resolve({}, environ)[0].enabled is enabled
+    ]
+    for environ, enabled in cases:
+        assert resolve({}, environ)[0].enabled is enabled
 
 
 def test_resource_attributes_are_given_as_a_mapping() -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 
-import pytest
-
 from tests import flights
 from tests.diagnosis_files import Values, row
 from torchobs import catalog
@@ -53,9 +51,9 @@ def test_a_spike_does_not_flatten_the_curve() -> None:
     assert not with_zero.logarithmic
 
 
-@pytest.mark.parametrize(
-    ("query", "choice"),
-    [
+def test_a_query_is_a_choice_and_never_an_error() -> None:
+    """Whatever stands in it; and a choice's own query means that choice."""
+    cases: list[tuple[str, Choice]] = [
         ("", Choice()),
         ("rank=3&sort=loss&page=2", Choice(rank="3", sort="loss", page=2)),
         ("run=a%2Fb&layers=update", Choice(run="a/b", layers="update")),
@@ -64,12 +62,10 @@ def test_a_spike_does_not_flatten_the_curve() -> None:
         ("page=99999999999999", Choice(page=1000)),
         ("&".join(f"a{number}=1" for number in range(100)), Choice()),
         ("rank=%ff%00<script>", Choice(rank="\ufffd\0<script>")),
-    ],
-)
-def test_a_query_is_a_choice_and_never_an_error(query: str, choice: Choice) -> None:
-    """Whatever stands in it; and a choice's own query means that choice."""
-    assert choice_of(query) == choice
-    assert choice_of(choice.query.removeprefix("?")) == choice
+    ]
+    for query, choice in cases:
+        assert choice_of(query) == choice
+        assert choice_of(choice.query.removeprefix("?")) == choice
 
 
 def test_events_become_lines_and_what_is_none_is_left_out() -> None:
@@ -169,16 +165,14 @@ DEVICES: Values = {
 }
 
 
-@pytest.mark.parametrize(
-    ("values", "shown"),
-    [
+def test_a_percentage_says_of_what_it_is() -> None:
+    """The process's bytes are not the machine's percentage: the words name the machine, the container or the device."""
+    cases: list[tuple[Values, tuple[float, str]]] = [
         (HOST, (324 * MIB, "")),
         (HOST | MACHINE, (324 * MIB, "machine 31 % full")),
         (HOST | CONTAINER, (324 * MIB, "container 80 % full")),
         (HOST | MACHINE | DEVICES, (400 * MIB, "75 % of cuda:0")),
-    ],
-)
-def test_a_percentage_says_of_what_it_is(values: Values, shown: tuple[float, str]) -> None:
-    """The process's bytes are not the machine's percentage: the words name the machine, the container or the device."""
-    rank = row(values=values)
-    assert (rank.memory, rank.memory_limit) == shown
+    ]
+    for values, shown in cases:
+        rank = row(values=values)
+        assert (rank.memory, rank.memory_limit) == shown

@@ -218,9 +218,9 @@ def test_what_is_said_of_a_run(rows: list[RankView], said: str, level: Severity)
     assert (verdict.text[-len(said) :] if said else "", verdict.level) == (said, level)
 
 
-@pytest.mark.parametrize(
-    ("rows", "badge"),
-    [
+def test_it_is_all_well_only_of_a_run_that_trains_or_has_finished() -> None:
+    """Never of one that stands still, for whatever reason, or of which nothing is known."""
+    cases: list[tuple[list[RankView], str]] = [
         (EIGHT, "All well"),
         ([row(0, steps=0, loss=None)], "No steps now"),
         ([row(0, phase="evaluation")], "No steps now"),
@@ -229,11 +229,9 @@ def test_what_is_said_of_a_run(rows: list[RankView], said: str, level: Severity)
         ([row(0, recorded=False)], "Worth a look"),
         ([row(0, "unresponsive", age_s=12)], "Trouble"),
         ([row(0, "failed", reason="interrupted", ran_s=192)], "Ended"),
-    ],
-)
-def test_it_is_all_well_only_of_a_run_that_trains_or_has_finished(rows: list[RankView], badge: str) -> None:
-    """Never of one that stands still, for whatever reason, or of which nothing is known."""
-    assert health(run(*rows)).badge == badge
+    ]
+    for rows, badge in cases:
+        assert health(run(*rows)).badge == badge
 
 
 def test_ranks_that_have_not_appeared_are_missed() -> None:
