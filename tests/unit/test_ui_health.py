@@ -113,9 +113,9 @@ def test_a_mistake_that_is_taken_back_is_none() -> None:
     assert kinds(left, back) == set()
 
 
-@pytest.mark.parametrize(
-    ("rows", "said", "level"),
-    [
+def test_what_is_said_of_a_run() -> None:
+    """Of ranks as they are, the most serious first; what is ordinary, or past, is no reason to worry."""
+    cases: list[tuple[list[RankView], str, Severity]] = [
         (EIGHT, "Training: 8 of 8 ranks alive, step 12,400, loss 2.313, 1.90 steps/s.", INFO),
         ([row(0, steps=0, loss=None)], "Starting: 1 of 1 rank alive, no step yet.", INFO),
         ([row(0, phase="evaluation")], "Evaluating: 1 of 1 rank alive, step 12,400, loss 2.313, 1.90 steps/s.", INFO),
@@ -210,12 +210,10 @@ def test_a_mistake_that_is_taken_back_is_none() -> None:
         ([row(0, values=DIED)], "Earlier: 2 workers of a data loader died.", INFO),
         ([row(0), row(1, values=DIED, derived={"lately": LATELY})], "2 workers of a data loader died on rank 1.", WARNING),
         ([finished(values=DIED, derived={"lately": LATELY})], " 2 workers of a data loader died.", INFO),
-    ],
-)  # fmt: skip
-def test_what_is_said_of_a_run(rows: list[RankView], said: str, level: Severity) -> None:
-    """Of ranks as they are, the most serious first; what is ordinary, or past, is no reason to worry."""
-    verdict = health(run(*rows))
-    assert (verdict.text[-len(said) :] if said else "", verdict.level) == (said, level)
+    ]  # fmt: skip
+    for rows, said, level in cases:
+        verdict = health(run(*rows))
+        assert (verdict.text[-len(said) :] if said else "", verdict.level) == (said, level)
 
 
 def test_it_is_all_well_only_of_a_run_that_trains_or_has_finished() -> None:
