@@ -45,7 +45,7 @@ OPEN = (
     *(catalog.PROBE, catalog.DEVICE, catalog.GPU_ID, catalog.SYSTEM_DEVICE, catalog.NETWORK_INTERFACE),
     catalog.DEBUG_OPERATION,  # a person names it; torchobs.debug limits how many there are
 )
-"""Attributes whose values nobody knows before: a probe's series are made when it is installed, a device's at first sight."""
+"""Attributes with values that are not in the catalog: a probe's series begin with it, a device's at its first sight."""
 TAKEN = {"job", "instance", "namespace", "pod", "container", "node", "service", "job_name", "run_id", "rank", "le", "quantile"}
 """Labels that the scrape adds, or that every series of a rank carries"""
 

@@ -45,7 +45,7 @@ INFO_LABELS = {"host", "script", "launcher", "torch_version", "python_version"}
 SAMPLES = 800_000
 """Of a query over an hour; a real Prometheus answered the dearest in a second of a processor."""
 OWN_COUNTS = (catalog.STEPS, catalog.EPOCHS, catalog.RANK_RESTARTS)
-"""Counters whose value is asked for, too: how far the run is since it was last started."""
+"""Counters that are also shown by their value: how far the run is since it was last started."""
 
 ONE_ROW_EACH = {"GPUs of the ranks", "What runs"}
 """Tables that are a list of the ranks: one row for each, to be searched by a person."""
@@ -66,7 +66,7 @@ def is_exporter_s(metric: Metric) -> bool:
 
 
 def test_every_metric_has_a_panel_or_a_reason() -> None:
-    """What has no panel stands in a list that says why; a dashboard for each question, whose addresses do not change."""
+    """What has no panel stands in a list that says why; a dashboard for each question, with an address that stays."""
     named = {selector.name for _, _, query in QUERIES for selector in dashboards.selectors(query)}
     without = {metric for metric in catalog.METRICS if not any(BY_NAME.get(name) == metric for name in named)}
     assert without == set(grafana.WITHOUT_PANEL)

@@ -39,7 +39,7 @@ EXPOSURE = 20
 
 
 def vendored(name: str) -> jsonschema_rs.Validator:
-    """A validator by the schema of that name that check-jsonschema carries, whose import takes seconds."""
+    """A validator by check-jsonschema's schema of that name, without its import, which takes seconds."""
     package = find_spec("check_jsonschema")
     assert package
     assert package.origin
@@ -82,7 +82,7 @@ def test_systemd_understands_the_units(unit: Path, tmp_path: Path) -> None:
 
 
 def test_the_unit_is_hardened(unit: Path) -> None:
-    """What is left is to open files and to listen; without its sandbox the same unit is told to be exposed."""
+    """What is left is to open files and to listen; systemd calls the same unit exposed without its sandbox."""
     threshold = f"--threshold={EXPOSURE}"
     assert analyze("security", "--offline=true", threshold, unit)[0] == 0
     unit.write_text(re.sub(r"^(Protect|Private|SystemCall|Capab).*\n", "", unit.read_text(), flags=re.MULTILINE))
@@ -90,7 +90,7 @@ def test_the_unit_is_hardened(unit: Path) -> None:
 
 
 def test_both_sides_look_into_the_same_directory() -> None:
-    """What the profile tells a user's trainings is what the unit tells that user's exporter, which makes it."""
+    """A user's trainings have by the profile the directory that the user's exporter makes by the unit."""
     unit = (DEPLOY / "systemd/torchobs-exporter@.service").read_text()
     assert "Environment=TORCHOBS_DIR=/run/torchobs/%i\n" in unit
     assert "RuntimeDirectory=torchobs/%i\n" in unit
@@ -155,7 +155,7 @@ def test_the_image_belongs_to_a_number_and_needs_no_shell() -> None:
 
 
 def test_signing_signs_and_attests_by_digest(tmp_path: Path) -> None:
-    """What cosign is called with, as a program of that name on PATH is told."""
+    """The arguments that cosign is called with, by a program of that name on PATH."""
     (tmp_path / "cosign").write_text('#!/bin/sh\necho "$@" >> "$(dirname "$0")/called"\n')
     (tmp_path / "cosign").chmod(0o755)
     sbom, image = tmp_path / "sbom.json", f"registry.example/torchobs-exporter@sha256:{'0' * 64}"

@@ -1,4 +1,4 @@
-"""A leak is told from warming up, from a saw's teeth and from noise; a limit is foretold as far as the past allows.
+"""A leak is not warming up, a saw's teeth or noise; a limit is foretold as far as the past allows.
 
 A leak that leaves minutes is told of within half of one; the ramps with which trainings begin are not.
 """

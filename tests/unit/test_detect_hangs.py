@@ -37,7 +37,7 @@ def at(steps: int | None, phase: str | None, state: str = "hung", frames: tuple[
 
 
 def among(others: Position, count: int, **odd: Position) -> dict[str, Position]:
-    """So many ranks in all, of which the named ones (`r3`) are elsewhere."""
+    """So many ranks in all; the named ones (`r3`) are elsewhere."""
     return {str(rank): odd.get(f"r{rank}", others) for rank in range(count)}
 
 
@@ -102,7 +102,7 @@ def test_long_steps_have_several_times_their_own() -> None:
 
 
 def still(durations_s: list[float], quiet_s: float, phase: str = "other", age_s: float | None = None) -> Standstill | None:
-    """The verdict on a run whose steps took so long, so many seconds after its last sign of one."""
+    """The verdict on a run with these durations of steps, so many seconds after its last sign of one."""
     durations = Durations(counts(durations_s), SECONDS_BOUNDS, max(durations_s))
     return hangs.standstill(quiet_s if age_s is None else age_s, quiet_s, phase, median_high(durations_s), durations)
 
@@ -195,7 +195,7 @@ def hung(name: str, progress: GroupProgress) -> RankView:
 
 
 def test_ranks_of_replica_groups_are_compared_each_by_itself() -> None:
-    """Promise: each has a default group of its own, whose number, operation and size are those of its ranks alone."""
+    """Promise: each has a default group of its own, with the number, operation and size of its ranks alone."""
     ranks = [hung("0-g0", WAITING), hung("1-g0", WAITING), hung("0-g1", AWAY), hung("1-g1", AWAY)]
     assert not [*waited_for(ranks)]
     assert not [*waited_for([*ranks[:2], hung("0-g1", OTHER._replace(size=8.0))])]
@@ -250,7 +250,7 @@ def told(*ranks: RankView) -> str:
 
 
 def test_ranks_that_all_gave_up_waited_for_each_other() -> None:
-    """In different places; or in the same, of which it cannot be told."""
+    """In different places; in one place no rank is named."""
     at_barrier = timeout("torch/distributed/distributed_c10d.py:4 in barrier")
     apart = rank(0, gave_up=True), rank(1, gave_up=True, events=[at_barrier], phase="forward")
     assert told(*apart) == (
@@ -284,7 +284,7 @@ def test_a_rank_that_called_one_collective_more_is_told_with_the_line() -> None:
 
 
 def test_ranks_in_one_place_are_told_apart_by_their_counts_alone() -> None:
-    """Promise: nobody is named for being where the rank is that waits for it; without counts it cannot be told."""
+    """Promise: nobody is named for being where the rank is that waits for it; without counts no rank is."""
     waits, other = rank(0, gave_up=True), rank(1, phase="backward")
     assert told(waits, other) == "A collective timed out after 4 s on rank 0."
     assert not endings.awaited_at_timeout([waits, other])

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def moving(part: float) -> LayerSample:
-    """A layer whose weights move by that part."""
+    """A layer with weights that move by that part."""
     return LayerSample(part, unfed=False, zero=False)
 
 
@@ -75,7 +75,7 @@ def test_first_layers_without_any_gradient_are_cut_off() -> None:
 
 @pytest.mark.parametrize("share", [0.01, 0.1, 0.3])
 def test_gradients_that_are_zero_by_chance_are_no_finding(share: float) -> None:
-    """Experts that no token comes to: 10 layers in 75,000 measured steps, of which every 25th is judged."""
+    """Experts that no token comes to: 10 layers in 75,000 measured steps; every 25th is judged."""
     chance, judge = random.Random(7), StuckLayerDetector()
     names, whole = [f"expert{number}" for number in range(10)], 0
     for step in range(75_000):

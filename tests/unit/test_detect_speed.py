@@ -30,7 +30,7 @@ def test_from_where_a_step_is_slow_and_when_steps_have_become_so() -> None:
 
 
 def test_what_is_no_slowdown() -> None:
-    """Ten slow steps of 1 ms, a stopped machine, a neighbour that comes and goes, two loader workers of which one is late."""
+    """Ten slow steps of 1 ms, a stopped machine, a neighbour that comes and goes, two loader workers, one of them late."""
     assert slowed_from([0.001] * 4_000 + [0.03] * 10) is None
     assert slowed_from([0.001] * 60_000 + [2.0] + [0.001] * 5) is None
     assert slowed_from([0.1] * 600 + [15.0] + [0.1] * 20) is None
@@ -43,7 +43,7 @@ def test_what_is_no_slowdown() -> None:
 
 
 def durations(step_s: float, seconds: float, seed: int, *, workers: bool = False, slow: float = 1.0) -> Iterator[float]:
-    """Steps on a machine with neighbours, whose load waxes and wanes over seconds and which holds up one step in a hundred.
+    """Steps on a machine with neighbours: a load that waxes and wanes over seconds, and one step in a hundred is held up.
 
     Medians, 99th percentiles and maxima are like those of fifty short trainings, recorded on two cores that eight programs
     shared. ``workers``: two loader workers keep up every other time; ``slow``: factor from 72 % of the time on.
@@ -151,7 +151,7 @@ def test_a_fraction_of_a_second_makes_no_rank_slow() -> None:
 
 
 def verdicts(*shares: float, steps: int = 100) -> list[bool]:
-    """The verdict after each window, of which training waited that share."""
+    """The verdict after each window; training waited for that share of it."""
     judge, now_s, data_s = Starvation(), 0.0, 0.0
     changes = []
     judge.judge(DataCounters(0.0, 0, 0.0, 0.0))

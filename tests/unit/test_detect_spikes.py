@@ -128,7 +128,7 @@ def episodic(seed: int, steps: int = 3000) -> list[float]:
 
 @pytest.mark.parametrize("seed", range(10))
 def test_what_an_actor_critic_does_when_episodes_end(seed: int) -> None:
-    """Some hundred bursts of a healthy run; fewer are told than are a finding."""
+    """Some hundred bursts of a healthy run; fewer are spikes than make a finding."""
     values = episodic(seed)
     assert len(spikes_in(values)) < spikes.LEAST_LOSS_SPIKES
     assert len(spikes_in(values, learns=False)) < spikes.LEAST_LOSS_SPIKES  # as guard.Recovery, which undoes spikes
@@ -163,7 +163,7 @@ def test_the_layer_that_has_grown_most_is_named_and_not_the_largest() -> None:
 
 
 def first_told(losses: Iterable[float]) -> int | None:
-    """The number of the loss at which it is told."""
+    """The number of the loss that is reported."""
     divergence = spikes.Divergence()
     return next((number for number, loss in enumerate(losses, 1) if divergence.add(loss)), None)
 

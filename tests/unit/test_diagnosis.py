@@ -102,7 +102,7 @@ def test_what_was_reported_shortly_before_the_end_stands_beside_it() -> None:
 
 
 def test_a_save_that_ends_the_rank_is_one_finding() -> None:
-    """It has both facts; a save whose exception was caught is a finding of its own beside the end."""
+    """It has both facts; a save with an exception that was caught is a finding of its own beside the end."""
     save = {"exception__type": "builtins.OSError", "free": 2**30, "needed": 3 * 2**30, "saved_step": 50}
     values: dict[Any, float] = {(catalog.CHECKPOINTS, "failed"): 1, catalog.CHECKPOINT_FAILURE_STREAK: 1}
     failed: dict[str, Any] = {"state": "failed", "reason": "exception", "values": values}
@@ -193,7 +193,7 @@ def left(kind: str, seconds: float = -START_S) -> ArtifactName:
 
 
 def quiet(seconds: float, **changes: Any) -> RankView:
-    """A rank whose 201 steps took 0.1 s each, and that ended so many seconds after the last."""
+    """A rank with 201 steps of 0.1 s each that ended so many seconds after the last."""
     last_s, durations = START_S + 20.1, Distribution((0,) * 4 + (201,), 20.1, 0.1, 0.1)
     ended = {"phase": "other", "phase_begun_s": last_s, "last_s": last_s + seconds}
     return facts(steps(201), **{**ended, "values": {catalog.STEP_DURATION: durations}, **changes})

@@ -134,7 +134,7 @@ def test_what_a_script_asked_for_is_no_anomaly() -> None:
 
 
 def run(*losses: float) -> Chosen:
-    """A run of one rank, whose last tenth of the steps has these losses."""
+    """A run of one rank; the last tenth of its steps has these losses."""
     return Chosen([facts([*(step(number, 9.0) for number in range(1, 41)), *map(step, range(41, 46), losses)])], [], [], [])
 
 
@@ -283,7 +283,7 @@ def test_what_all_ranks_say_is_said_once() -> None:
 
 
 def spike(at_s: float, rank: str = "0", number: int = 1) -> EventRow:
-    """An anomaly that tells of so many."""
+    """An anomaly that stands for so many."""
     return EventRow(at_s, (rank,), int(at_s), Severity.WARNING, "Loss spike", f"value {at_s}", number)
 
 
@@ -306,7 +306,7 @@ def test_the_first_event_is_that_of_all_ranks_in_which_it_happened() -> None:
 
 
 def test_a_few_events_of_a_kind_are_told_one_by_one() -> None:
-    """And what several ranks tell alike is counted as often as it happened to each."""
+    """What several ranks report alike is counted as often as it happened to each."""
     few = [spike(1.0), spike(2.0), spike(3.0)]
     assert [(line.last.at_s, line.number, line.first.at_s) for line in log_of([few]).lines] == [
         (3.0, 1, 3.0), (2.0, 1, 2.0), (1.0, 1, 1.0)

@@ -77,7 +77,7 @@ def deep(text: str) -> None:
 
 
 def wrapped(error: BaseException, where: str = "in DataLoader worker process 3") -> dict[str, str]:
-    """What is told of it when torch raises it again."""
+    """The description of it when torch raises it again."""
     wrapper = ExceptionWrapper((type(error), error, error.__traceback__), where)  # type: ignore[no-untyped-call]
     try:
         wrapper.reraise()  # type: ignore[no-untyped-call]

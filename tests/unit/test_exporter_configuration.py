@@ -191,7 +191,7 @@ def test_what_is_not_allowed_is_told_and_left_out() -> None:
 
 
 def test_what_may_be_a_key_or_a_password_is_never_repeated() -> None:
-    """The value of a header, of which none can forge another, and a password in the address, with a user or without."""
+    """The value of a header, which cannot forge another, and a password in the address, with a user or without."""
     for text in ("secret", "a b=secret", "a=secret%0d%0aHost: x", "=secret"):
         push, problems = config.parse_push({}, {BASE: "http://c:1", "OTEL_EXPORTER_OTLP_HEADERS": text})
         assert push is not None
@@ -215,7 +215,7 @@ def path(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def file(path: Path) -> TargetFile:
-    """One whose machine is called node-1; what cannot be written is a problem until it can."""
+    """The file of a machine called node-1; what cannot be written is a problem until it can."""
     target = TargetFile(str(path.with_name("torchobs-%h.json")), "node-1")
     target.update(EVERYWHERE, "/metrics", tls=False)
     assert target.problem == f"--web.file-sd {path}: No such file or directory"

@@ -193,7 +193,7 @@ Make = Callable[..., str]
 
 @pytest.fixture
 def make(flight_dir: Path) -> Make:
-    """Make a flight file whose last heartbeat was some hours before NOW."""
+    """Make a flight file with a last heartbeat some hours before NOW."""
 
     def one(hours: float, *, lock_file: bool = True, other_boot: bool = False) -> str:
         header = flights.header()

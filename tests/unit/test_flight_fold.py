@@ -203,7 +203,7 @@ def test_a_run_that_diverges_in_its_warm_up_is_found() -> None:
 
 
 def test_what_is_usual_is_so_of_healthy_steps() -> None:
-    """Steps that have blown up never become the measure of the next one: nobody is told that 4.6e+29 was usual."""
+    """Steps that have blown up never become the measure of the next one: no report calls 4.6e+29 usual."""
     wild = [3e4 * 10.0**n for n in range(25)] + [1e29, 4e29, nan, 8e29, inf]
     for field, healthy in itertools.product(("loss", "grad_norm"), (5, 200)):
         reported = anomalies(field, [2.3 + 0.1 * (n % 3) for n in range(healthy)] + wild)
@@ -211,7 +211,7 @@ def test_what_is_usual_is_so_of_healthy_steps() -> None:
 
 
 def test_a_norm_has_neither_exploded_nor_vanished_where_the_loss_has_gone_with_it() -> None:
-    """A curriculum's next stage, whose baseline is 0 now; norms of a fit that fall by orders of magnitude."""
+    """A curriculum's next stage, after a baseline of 0; norms of a fit that fall by orders of magnitude."""
     learned = [
         {"loss": 2.3 * exp(-step / 1.5), "grad_norm": max(2.0 * exp(-step / 2), 1e-8 * (1 + step % 7))} for step in range(130)
     ]

@@ -462,7 +462,7 @@ def test_what_waits_is_bounded_however_long_nobody_flushes(born: CreatedFile) ->
 
 
 class Interrupted:
-    """The module `os`, whose `pwrite` works so many times, then fails once, as a full or a broken disk does."""
+    """The module `os` with a `pwrite` that works so many times, then fails once, as on a full or a broken disk."""
 
     close = staticmethod(os.close)
 

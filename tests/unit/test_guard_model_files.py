@@ -63,7 +63,7 @@ def twofold(path: Path, first: Any, saved: Any) -> None:
 
 
 def cut(make: Callable[[Path], Any], path: Path, length: int) -> None:
-    """A file of which the end is missing."""
+    """A file without its end."""
     make(path)
     path.write_bytes(path.read_bytes()[:length])
 

@@ -1,4 +1,4 @@
-"""Which rank of which run this process is, under every launcher; its command line without secrets, and its git commit."""
+"""The rank and the run that this process is, under every launcher; its command line without secrets, and its git commit."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_nonsense_is_reported_once_and_the_next_launcher_asked() -> None:
 
 
 def test_settings_beat_the_launcher() -> None:
-    """Rank, local rank, world size, restart, run id and job name can be told, by argument or variable."""
+    """Rank, local rank, world size, restart, run id and job name can be set, by argument or variable."""
     chosen = variables("TORCHOBS_RANK=6 TORCHOBS_RUN_ID=mine OTEL_SERVICE_NAME=gpt")
     identity, problems = _discover(ELASTIC | chosen, local_rank=2, world_size=16, restart=9)
     assert _place(identity) == ("torchrun", 6, 16, 2, 4, 1, 9)
@@ -433,7 +433,7 @@ def git(program: Callable[[str], str], tmp_path: Path) -> Git:
 
 
 def test_packed_references_detached_heads_and_worktrees(git: Git, tmp_path: Path) -> None:
-    """After `git gc`, at a commit without a branch, and in a worktree, whose files are elsewhere."""
+    """After `git gc`, at a commit without a branch, and in a worktree, with its files elsewhere."""
     git("pack-refs", "--all")
     head = git("rev-parse", "HEAD")
     assert checkout(tmp_path) == Checkout(head, "trunk")

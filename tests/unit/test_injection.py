@@ -55,7 +55,7 @@ def sidecar(injected: dict[str, Any]) -> dict[str, Any]:
 
 
 def environment(container: dict[str, Any]) -> dict[str, Any]:
-    """A container's variables, each of which it has once: their text, or where it comes from."""
+    """A container's variables, each there once: their text, or where it comes from."""
     env = container["env"]
     variables = {variable["name"]: variable.get("value", variable.get("valueFrom")) for variable in env}
     assert len(variables) == len(env)

@@ -193,7 +193,7 @@ BEGUN = "import sys, torch; print('torchobs.runtime.session' in sys.modules)"
 
 
 def by_user_base(site: Path, home: Path, *command: str, image: Iterable[Path] = (), python: str = PYTHON) -> Ended:
-    """The same in a container whose image sets the path, and of which the policy sets one variable."""
+    """The same in a container with a path of the image's, where the policy sets one variable."""
     variables = {"HOME": str(home), "TORCHOBS_DIR": str(home), "PYTHONUSERBASE": str(site / "user")}
     return run(image, *command, python=python, **variables)
 

@@ -57,7 +57,7 @@ def stats(
 
 
 class Cuda:
-    """A module `torch` of two devices, of which the second was never used."""
+    """A module `torch` of two devices; the second was never used."""
 
     def __init__(self) -> None:
         self.asked: list[int] = []
@@ -78,7 +78,7 @@ class Cuda:
 
 
 def test_a_device_in_use_is_listed_with_what_it_may_take() -> None:
-    """An unused one is not, and asking would initialise CUDA; what XPU's and Metal's allocators do not tell is absent."""
+    """An unused one is not, and asking would initialise CUDA; what XPU's and Metal's allocators do not have is absent."""
     module = Cuda()
     module.started = False
     assert (used_devices(module), module.asked) == ([], [])
@@ -172,7 +172,7 @@ def test_a_leak_on_the_device_is_seen_below_the_activations(run: Recording) -> N
 
 
 class OomCuda(Cuda):
-    """A torch whose allocator tells observers, as CUDA does once it is initialised."""
+    """A torch with an allocator that calls observers, as CUDA's does once it is initialised."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -59,7 +59,7 @@ def test_the_formulas() -> None:
 
 
 class Tied(torch.nn.Module):
-    """A language model whose output layer has the embedding's weight."""
+    """A language model with the embedding's weight in its output layer."""
 
     def __init__(self, *, tied: bool) -> None:
         super().__init__()

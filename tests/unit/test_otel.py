@@ -150,7 +150,7 @@ def test_impossible_amounts_are_ignored_with_one_warning(
 
 
 def test_a_name_used_for_two_things_warns_once(writer: FlightWriter, meter: Meter, caplog: pytest.LogCaptureFixture) -> None:
-    """Both are in the file, told apart; Prometheus can show one of them, so the user hears of it."""
+    """Both are in the file, apart; Prometheus can show one of them, so the log says so."""
     meter.create_counter("twice").add(1)
     meter.create_up_down_counter("twice").add(2)
     meter.create_up_down_counter("twice").add(2)

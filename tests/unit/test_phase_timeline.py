@@ -121,7 +121,7 @@ def test_loaders_fetched_side_by_side_are_one_step_s_data(count: int, use: int) 
 
 
 def test_an_evaluation_has_ended_where_training_fetches_before_it_calls_train() -> None:
-    """As in trainers whose training step calls ``train()``, with the batch in hand: the fetch is the step's data."""
+    """As in trainers that call ``train()`` in the training step, with the batch in hand: the fetch is the step's data."""
     timeline = trained()
     timeline.note("E7@100")
     assert evaluate(timeline, 2, 110) == 235

@@ -1,4 +1,4 @@
-"""Numbers that a device delivers late, on a fake one that lands each copy when it is told to; and no CUDA call by who looks."""
+"""Numbers that a device delivers late, on a fake one that lands each copy on demand; and no CUDA call by who looks."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_a_full_ring_drops_and_a_capture_takes_nothing() -> None:
 
 
 def test_memory_is_used_again_but_never_while_a_copy_is_on_its_way() -> None:
-    """One that nobody waits for any more would land in the next one's words."""
+    """A copy that nobody waits for would land in the next one's words."""
     device = SlowDevice()
     landings = PendingCopies(device)
     for _ in range(5):

@@ -233,7 +233,7 @@ FULL = MemoryUse(cgroup=1.0, machine=1.0, kill_age_s=0.0)
 
 
 def test_who_said_how_it_ends_did_not_run_out_of_memory() -> None:
-    """An exit word is a word, at whatever limit; and who is told to end has not failed by itself."""
+    """An exit word is a word, at whatever limit; and a rank that was asked to end has not failed by itself."""
     cases: list[tuple[int, int, MemoryUse | None, tuple[str, str]]] = [
         # the mark of a SIGTERM, and the status of a program that handles it itself
         (Exit.TERMINATED, 143, FULL, ("failed", "terminated")),

@@ -41,7 +41,7 @@ RECORDED = {rule["record"] for rule in RULES if "record" in rule}
 FOREIGN = {alerts_machine.INFINIBAND, alerts_machine.UNAME, "node_infiniband_link_downed_total"}
 """Series of node_exporter"""
 BY_NODE = [["cluster", "instance"], ["cluster", "nodename"]]
-"""Labels that tell machines apart where node_exporter is asked"""
+"""Labels by which machines differ where node_exporter is asked"""
 
 each_rule = for_each({f"{number}: {rule.get('alert') or rule['record']}": (rule,) for number, rule in enumerate(RULES)})
 each_alert = for_each({rule["alert"]: (rule,) for rule in ALERT_RULES})
@@ -73,7 +73,7 @@ def test_every_rule(rule: dict[str, Any]) -> None:
 
 @each_alert
 def test_alerts_name_the_culprit_by_queries_of_their_own_run(rule: dict[str, Any]) -> None:
-    """Each query in a text is PromQL about metrics that exist, whose every selector is limited to the run."""
+    """Each query in a text is PromQL about metrics that exist, with every selector limited to the run."""
     for query in re.findall(r'query \(printf "((?:[^"\\]|\\.)*)" \$run\)', rule["annotations"]["description"]):
         asked = query.replace('\\"', '"').replace("%[1]s", 'run_id="a"')
         selectors = [selector for selector in dashboards.selectors(asked) if selector.name not in FOREIGN]
@@ -108,7 +108,7 @@ def test_alerts_say_what_is_wrong_and_come_once_per_run(rule: dict[str, Any]) ->
 
 @each_alert
 def test_alerts_have_a_runbook(rule: dict[str, Any], checkout: Path) -> None:
-    """A page with the four questions of somebody who was woken up, whose panels and queries exist, and when it is wrong."""
+    """A page with the four questions of somebody who was woken up, panels and queries that exist, and when it is wrong."""
     page = (checkout / "docs" / "runbooks" / f"{rule['alert']}.md").read_text()
     assert page.startswith(f"# {rule['alert']}\n")
     assert re.findall(r"^## (\w+)$", page, re.MULTILINE)[:4] == ["Meaning", "Impact", "Diagnosis", "Mitigation"]

@@ -197,7 +197,7 @@ def test_every_probe_of_the_settings_is_made_under_its_name() -> None:
     ],
 )
 def test_a_failure_of_the_user_s_work_on_a_device_is_handed_on(text: str, is_users: bool) -> None:  # noqa: FBT001  # a parameter
-    """It is told by whichever call comes next, and some are told once; it is none of the probe's errors."""
+    """Whichever call comes next raises it, some only once; it is none of the probe's errors."""
     breaker = CircuitBreaker("gradients")
 
     def query() -> None:
@@ -265,7 +265,7 @@ def test_a_clean_text_is_one_printable_line(text: str) -> None:
 
 @given(st.text(max_size=40), st.integers(0, 30))
 def test_a_cut_text_fits_and_a_padded_one_fills(text: str, room: int) -> None:
-    """In columns, of which an East Asian character has two."""
+    """In columns: an East Asian character has two."""
     cleaned = text_format.clean(text)
     assert text_format.columns(text_format.cut(cleaned, room)) <= room
     assert text_format.columns(text_format.pad(cleaned, room)) == room

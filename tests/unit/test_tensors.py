@@ -200,7 +200,7 @@ RUNS: dict[str, Callable[[nn.Module], object]] = {
 
 @pytest.mark.parametrize("name", RUNS)
 def test_modes_and_what_modules_keep_in_train_are_as_before(name: str) -> None:
-    """Promise: a `train()` of a module's own is called there and back; a child whose mode is not its parent's keeps it."""
+    """Promise: a `train()` of a module's own is called there and back; a child with a mode other than its parent's keeps it."""
     model = _model()
     merging = [module for module in model.modules() if isinstance(module, _Merging)]
     before = [module.training for module in model.modules()]
@@ -242,7 +242,7 @@ def test_training_mode_for_a_while_leaves_no_layer_unmerged() -> None:
 
 
 def test_a_graph_that_has_no_modes_is_run_as_it_is() -> None:
-    """Promise: one of `torch.export`, whose `train()` raises, can be validated and run."""
+    """Promise: one of `torch.export`, with a `train()` that raises, can be validated and run."""
     x = torch.ones(2, 4)
     graph = torch.export.export(nn.Sequential(nn.Linear(4, 4), nn.Dropout()).eval(), (x,)).module()
     with debug.validation(graph) as validation:

@@ -36,7 +36,7 @@ def training(alive: int) -> str:
 
 
 def but(*others: RankView) -> list[RankView]:
-    """Eight ranks, of which some are otherwise."""
+    """Eight ranks; some of them are otherwise."""
     changed = {other.rank: other for other in others}
     return [changed.get(rank.rank, rank) for rank in EIGHT]
 
@@ -57,22 +57,22 @@ def finished(rank: int = 0, **changes: Any) -> RankView:
 
 
 def waited(data_s: float, rest_s: float) -> Values:
-    """The values of a rank whose steps took so long in all."""
+    """The values of a rank with steps that took so long in all."""
     return {"torchobs.step.phase.time": {("data",): data_s, ("forward",): rest_s}}
 
 
 def skips(streak: float, scale: float) -> Values:
-    """The values of a rank whose scaler has skipped so many steps in a row."""
+    """The values of a rank with a scaler that has skipped so many steps in a row."""
     return {catalog.AMP_SKIP_STREAK.name: {(): streak}, catalog.AMP_SCALE.name: {("0",): scale}}
 
 
 def grows(left_s: float) -> Values:
-    """The values of a rank whose memory is full after so long."""
+    """The values of a rank with memory that is full after so long."""
     return {catalog.MEMORY_TIME_TO_LIMIT.name: {("host",): left_s}}
 
 
 def gpu(state: str) -> Values:
-    """The values of a rank whose GPU is in that state."""
+    """The values of a rank with a GPU in that state."""
     return {catalog.HW_STATUS.name: {("GPU-1", "gpu", status): float(status == state) for status in catalog.HW_STATE.values}}
 
 
@@ -217,7 +217,7 @@ def test_what_is_said_of_a_run() -> None:
 
 
 def test_it_is_all_well_only_of_a_run_that_trains_or_has_finished() -> None:
-    """Never of one that stands still, for whatever reason, or of which nothing is known."""
+    """Never of one that stands still, for whatever reason, or does not record."""
     cases: list[tuple[list[RankView], str]] = [
         (EIGHT, "All well"),
         ([row(0, steps=0, loss=None)], "No steps now"),
@@ -310,7 +310,7 @@ def test_what_a_run_has_recovered_from_is_past_while_it_runs_and_after() -> None
 
 
 def slowed(number: int) -> dict[str, Any]:
-    """A step, of which the last ones are slow."""
+    """A step; the last ones are slow."""
     took_s = 0.1 if number < 600 else 0.5
     return {"duration_s": took_s, "phase_s": {"forward": took_s}}
 
