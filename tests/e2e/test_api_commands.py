@@ -90,8 +90,8 @@ def fetched(local: Caller, link: dict[str, str], timeout_s: float = 60) -> bytes
 
 def shown(local: Caller, rank: int) -> dict[str, Any]:
     """A rank as it is."""
-    found: dict[str, Any] = local.get("/ranks")["ranks"][rank]
-    return found
+    state: dict[str, Any] = local.get("/ranks")["ranks"][rank]
+    return state
 
 
 def test_a_rank_that_is_stuck_or_stopped(local: Caller, ranks: list[Rank], tmp_path: Path) -> None:

@@ -101,8 +101,8 @@ class Stack:
     def query(self, expression: str) -> list[Any]:
         """Prometheus' answer."""
         answer = self.get("prometheus", "/api/v1/query", query=expression)
-        found: list[Any] = answer["data"]["result"] if answer and answer["status"] == "success" else []
-        return found
+        series: list[Any] = answer["data"]["result"] if answer and answer["status"] == "success" else []
+        return series
 
 
 class _Replaced(list[str]):
@@ -138,7 +138,7 @@ def test_the_composed_services_run(stack: Stack) -> None:
     groups = stack.get("prometheus", "/api/v1/rules")["data"]["groups"]
     assert {rule["name"] for group in groups for rule in group["rules"]} >= {"TorchobsRankFailed", "TorchobsRunDown"}
     assert not [rule for group in groups for rule in group["rules"] if rule["health"] == "err"]
-    wait_until(lambda: {one["metric"]["job"] for one in stack.query("up == 1")} == {"torchobs", "prometheus"}, interval_s=0.2)
+    wait_until(lambda: {up["metric"]["job"] for up in stack.query("up == 1")} == {"torchobs", "prometheus"}, interval_s=0.2)
     (stack.shared / "stop").touch()
 
     def told() -> bool:

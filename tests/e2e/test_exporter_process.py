@@ -37,8 +37,8 @@ def exporter(start: Start, flight_dir: Path, tmp_path: Path, free_port: Callable
     """Start the real exporter of the flight directory."""
 
     def start_it(*arguments: str, **environ: str) -> Program:
-        given = ["--flight-dir", str(flight_dir), *arguments]
-        return start_program(start, tmp_path / "exporter.log", free_port(), *given, **environ)
+        options = ["--flight-dir", str(flight_dir), *arguments]
+        return start_program(start, tmp_path / "exporter.log", free_port(), *options, **environ)
 
     return start_it
 

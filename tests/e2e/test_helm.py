@@ -42,16 +42,16 @@ IMAGE = ("--set", f"image.repository={REPOSITORY},image.tag={TAG},image.pullPoli
 @pytest.fixture(scope="module")
 def namespace() -> Iterator[Namespace]:
     """A namespace that enforces `restricted`, and the operators' CRDs, of which those that were there are left alone."""
-    with Namespace() as made:
-        there = made.kubectl("get", "customresourcedefinitions", "-o", "name")
+    with Namespace() as empty:
+        there = empty.kubectl("get", "customresourcedefinitions", "-o", "name")
         ours = [crd for crd in CRDS if crd.name not in there]
         for crd in ours:
-            made.kubectl("create", "-f", "-", given=json.dumps(crd.definition()))
+            empty.kubectl("create", "-f", "-", given=json.dumps(crd.definition()))
         for crd in CRDS:
-            made.kubectl("wait", "--for=condition=Established", "--timeout=30s", f"customresourcedefinition/{crd.name}")
-        yield made
+            empty.kubectl("wait", "--for=condition=Established", "--timeout=30s", f"customresourcedefinition/{crd.name}")
+        yield empty
         for crd in ours:
-            made.kubectl("delete", "customresourcedefinition", crd.name, "--wait=false")
+            empty.kubectl("delete", "customresourcedefinition", crd.name, "--wait=false")
 
 
 def succeeds(namespace: Namespace, *arguments: str | Path) -> str:
@@ -67,13 +67,13 @@ def succeeds(namespace: Namespace, *arguments: str | Path) -> str:
 def everything(namespace: Namespace) -> set[str]:
     """Return the names of all objects of the namespace, and of those outside that a chart of ours makes."""
     kinds = namespace.kubectl("api-resources", "--namespaced", "--verbs=list,delete", "-o", "name").split()
-    found = namespace.kubectl("get", ",".join(kinds), "-o", "name", "--ignore-not-found").split()
+    objects = namespace.kubectl("get", ",".join(kinds), "-o", "name", "--ignore-not-found").split()
     listed = namespace.kubectl("api-resources", "--namespaced=false", "--verbs=list,delete", "-o", "name").split()
     whole = ",".join(kind for kind in listed if kind.partition(".")[0] in OF_THE_CLUSTER)
     # what other tests have there is called by their namespaces
     names = namespace.kubectl("get", whole, "-o", "name").split()
-    found += [name for name in names if "torchobs" in name and "torchobs-test-" not in name]
-    return {name for name in found if not name.startswith(BY_ITSELF)}
+    objects += [name for name in names if "torchobs" in name and "torchobs-test-" not in name]
+    return {name for name in objects if not name.startswith(BY_ITSELF)}
 
 
 def version_of(namespace: Namespace, name: str) -> str:

@@ -29,8 +29,8 @@ as in a Python that tests/kubernetes/base.sh may find on a machine. The image is
 @pytest.fixture(scope="module")
 def archive() -> Path:
     """The image that the cluster got."""
-    (found,) = Path(BUILT).glob("torchobs-exporter-*.tar")
-    return found
+    (image,) = Path(BUILT).glob("torchobs-exporter-*.tar")
+    return image
 
 
 @pytest.fixture(scope="module")
@@ -49,8 +49,8 @@ def described(archive: Path) -> tuple[str, dict[str, Any]]:
         def read(name: str) -> dict[str, Any]:
             file = image.extractfile(name)
             assert file is not None
-            found: dict[str, Any] = json.load(file)
-            return found
+            content: dict[str, Any] = json.load(file)
+            return content
 
         (manifest,) = read("index.json")["manifests"]
         content = read(f"blobs/{manifest['digest'].replace(':', '/')}")

@@ -84,9 +84,9 @@ def child_of_a_jobset(index: int) -> dict[str, Any]:
     world = {"name": "WORLD_SIZE", "value": "2"}
     template = pod_template("true", ["python3", "/script/pod.py", str(STEPS)], rank, world)
     template["metadata"]["labels"] |= labels
-    made = job(f"gpt-node-{index}", template, completionMode="Indexed", completions=1, parallelism=1)
-    made["metadata"]["labels"] = labels
-    return made
+    child = job(f"gpt-node-{index}", template, completionMode="Indexed", completions=1, parallelism=1)
+    child["metadata"]["labels"] = labels
+    return child
 
 
 @pytest.fixture(scope="module")
@@ -95,10 +95,10 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
     require_policy()
     keys = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "keys"}, "stringData": {"id": "a key"}}
     jobs = (labelled(), automatic(), with_keys(), child_of_a_jobset(0), child_of_a_jobset(1))
-    given = (scripts("pod.py", "plain_training.py"), keys, *jobs)
-    with monitored(tmp_path_factory.mktemp("alertmanager"), *given, exporter=EXPORTER) as made:
-        introduce(made.namespace)
-        yield made
+    objects = (scripts("pod.py", "plain_training.py"), keys, *jobs)
+    with monitored(tmp_path_factory.mktemp("alertmanager"), *objects, exporter=EXPORTER) as running:
+        introduce(running.namespace)
+        yield running
 
 
 def completed(namespace: Namespace, name: str) -> list[Pod]:
@@ -115,42 +115,42 @@ def printed(namespace: Namespace, pod: Pod) -> list[str]:
 
 def test_a_label_is_all_that_a_job_needs(stage: Stage) -> None:
     """Under `restricted` both pods meet and are watched to their last step, as the same run and job, and it completes."""
-    found = completed(stage.namespace, "labelled")
-    assert len(found) == 2
+    pods = completed(stage.namespace, "labelled")
+    assert len(pods) == 2
     whose = {"job_name": "labelled", "run_id": stage.uid("labelled")}
-    assert [stage.scraped("torchobs_steps_total", one, **whose) for one in found] == [STEPS, STEPS]
-    ranks = {stage.scraped("torchobs_rank_info", one, rank=str(rank)) for rank, one in enumerate(in_order(found))}
+    assert [stage.scraped("torchobs_steps_total", pod, **whose) for pod in pods] == [STEPS, STEPS]
+    ranks = {stage.scraped("torchobs_rank_info", pod, rank=str(rank)) for rank, pod in enumerate(in_order(pods))}
     assert ranks == {1}
-    for one in found:
-        assert stage.scraped("torchobs_world_size", one, **whose) == 2
-        assert printed(stage.namespace, one)[-1] == str(STEPS)
-        assert (one.container("torchobs")["restartCount"], one.ended("torchobs")["exitCode"]) == (0, 0)
+    for pod in pods:
+        assert stage.scraped("torchobs_world_size", pod, **whose) == 2
+        assert printed(stage.namespace, pod)[-1] == str(STEPS)
+        assert (pod.container("torchobs")["restartCount"], pod.ended("torchobs")["exitCode"]) == (0, 0)
 
 
 def in_order(pods: list[Pod]) -> list[Pod]:
     """An indexed Job's pods by their index."""
-    return sorted(pods, key=lambda one: str(one.content["metadata"]["labels"]["batch.kubernetes.io/job-completion-index"]))
+    return sorted(pods, key=lambda pod: str(pod.content["metadata"]["labels"]["batch.kubernetes.io/job-completion-index"]))
 
 
 def test_an_image_without_torchobs_is_watched_and_trains_to_its_end(stage: Stage) -> None:
     """A script that does not know torchobs, in an image that has none; the log is what it is without. Doctor finds all well."""
-    (found,) = completed(stage.namespace, "automatic")
-    assert stage.scraped("torchobs_steps_total", found, job_name="automatic", run_id=stage.uid("automatic")) == STEPS
-    assert printed(stage.namespace, found) == [str(step) for step in range(1, STEPS + 1)]
-    said, doctor, checks = stage.namespace.logs(found, "main").partition("ok    torchobs: ")
+    (pod,) = completed(stage.namespace, "automatic")
+    assert stage.scraped("torchobs_steps_total", pod, job_name="automatic", run_id=stage.uid("automatic")) == STEPS
+    assert printed(stage.namespace, pod) == [str(step) for step in range(1, STEPS + 1)]
+    said, doctor, checks = stage.namespace.logs(pod, "main").partition("ok    torchobs: ")
     assert "torchobs" not in said
     assert doctor, said
     assert "ok    injection: " in checks
     assert checks.endswith("\nAll is well.\n"), checks
-    assert stage.namespace.logs(found, "torchobs-copy") == ""
+    assert stage.namespace.logs(pod, "torchobs-copy") == ""
 
 
 def test_a_key_stays_readable_for_its_owner_alone(stage: Stage) -> None:
     """Without a group both containers are one user, and the exporter reads the flight files all the same."""
-    (found,) = completed(stage.namespace, "keys")
-    assert "0o400" in stage.namespace.logs(found, "main").splitlines()
-    assert "fsGroup" not in found.content["spec"]["securityContext"]
-    assert stage.scraped("torchobs_steps_total", found, job_name="keys") == STEPS
+    (pod,) = completed(stage.namespace, "keys")
+    assert "0o400" in stage.namespace.logs(pod, "main").splitlines()
+    assert "fsGroup" not in pod.content["spec"]["securityContext"]
+    assert stage.scraped("torchobs_steps_total", pod, job_name="keys") == STEPS
 
 
 @pytest.mark.usefixtures("stage")  # what the cluster serves is asked there
@@ -162,12 +162,12 @@ def test_a_pod_without_the_exporters_image_waits_for_another() -> None:
         other.apply(job("waits", template))
 
         def reason() -> str:
-            found = other.pods("waits")
-            waiting = found[0].container("torchobs").get("state", {}).get("waiting", {}) if found else {}
+            pods = other.pods("waits")
+            waiting = pods[0].container("torchobs").get("state", {}).get("waiting", {}) if pods else {}
             return str(waiting.get("reason"))
 
         assert wait_until(lambda: "Image" in reason(), timeout_s=60, interval_s=0.3)
         (waits,) = other.pods("waits")
         assert not waits.container("main")["started"]
         other.kubectl("set", "image", f"pod/{waits.name}", f"torchobs={EXPORTER}")
-        assert [one.name for one in completed(other, "waits")] == [waits.name]
+        assert [pod.name for pod in completed(other, "waits")] == [waits.name]

@@ -36,7 +36,7 @@ CHILD = {"batch.kubernetes.io/job-name": "gpt-node-0", "batch.kubernetes.io/cont
 
 def odd_pods() -> dict[str, dict[str, Any]]:
     """Pods that a policy may well make one of that the API server refuses."""
-    made = {
+    pods = {
         "nonsense": annotated(level="?", port="80", cpu="-1", memory="300m", fsgroup="no", containers="x,,y", pythonpath=""),
         "no group": annotated(fsgroup="false"),
         "containers": annotated(containers=" main ,nobody"),
@@ -46,20 +46,20 @@ def odd_pods() -> dict[str, dict[str, Any]]:
         "own run": annotated(run="pod"),
         "job": pod(labels=CHILD, kind="Job", apiVersion="batch/v1", name="owner", uid="c1"),
     }
-    trainer = made["environment"]["spec"]["containers"][0]
+    trainer = pods["environment"]["spec"]["containers"][0]
     trainer["envFrom"] = [{"configMapRef": {"name": "any", "optional": True}}]
-    trainer = made["path"]["spec"]["containers"][0]
+    trainer = pods["path"]["spec"]["containers"][0]
     trainer["env"] = [
         {"name": "PYTHONPATH", "valueFrom": {"configMapKeyRef": {"name": "any", "key": "path", "optional": True}}}
     ]
-    made["containers"]["spec"]["containers"].append(trainer | {"name": "istio-proxy"})
-    del made["bare"]["spec"]["securityContext"]
-    made["bare"]["spec"]["containers"][0]["securityContext"] = RESTRICTED | {
+    pods["containers"]["spec"]["containers"].append(trainer | {"name": "istio-proxy"})
+    del pods["bare"]["spec"]["securityContext"]
+    pods["bare"]["spec"]["containers"][0]["securityContext"] = RESTRICTED | {
         "runAsNonRoot": True,
         "runAsUser": 1000,
         "seccompProfile": {"type": "RuntimeDefault"},
     }
-    return made
+    return pods
 
 
 @pytest.mark.parametrize("kind", odd_pods())
@@ -70,9 +70,9 @@ def test_the_api_server_takes_what_the_policy_makes(namespace: Namespace, kind: 
 
     image, _, tag = EXPORTER.rpartition(":")
     policy, _ = rendered(injection__apiVersion="v1", image__repository=image, image__tag=tag)
-    given = odd_pods()[kind]
-    given["spec"] |= {"automountServiceAccountToken": False, "terminationGracePeriodSeconds": 30}
-    assert_contains(admitted(namespace, given), cel.admitted(policy, given))
+    odd = odd_pods()[kind]
+    odd["spec"] |= {"automountServiceAccountToken": False, "terminationGracePeriodSeconds": 30}
+    assert_contains(admitted(namespace, odd), cel.admitted(policy, odd))
 
 
 def assert_contains(whole: Any, part: Any) -> None:
@@ -84,21 +84,21 @@ def assert_contains(whole: Any, part: Any) -> None:
                 assert_contains(whole[key], inner)
     elif isinstance(part, list):
         assert len(whole) == len(part)
-        for one, other in zip(whole, part, strict=True):
-            assert_contains(one, other)
+        for item, other in zip(whole, part, strict=True):
+            assert_contains(item, other)
     else:
         assert whole == part
 
 
 def test_only_the_training_gets_the_accounts_token(namespace: Namespace) -> None:
     """The API server mounts it into every container that has nothing at that path, also into those that a policy adds."""
-    made = admitted(namespace, pod("auto"))["spec"]
-    assert [one["name"] for one in made["initContainers"]] == ["torchobs", "torchobs-copy"]
-    ours = [mount["name"] for one in made["initContainers"] for mount in one["volumeMounts"] if TOKEN in mount["mountPath"]]
-    (its,) = [mount["name"] for mount in made["containers"][0]["volumeMounts"] if TOKEN in mount["mountPath"]]
+    spec = admitted(namespace, pod("auto"))["spec"]
+    assert [container["name"] for container in spec["initContainers"]] == ["torchobs", "torchobs-copy"]
+    ours = [mount["name"] for init in spec["initContainers"] for mount in init["volumeMounts"] if TOKEN in mount["mountPath"]]
+    (its,) = [mount["name"] for mount in spec["containers"][0]["volumeMounts"] if TOKEN in mount["mountPath"]]
     assert ours == ["torchobs-no-token"] * 2
     assert its.startswith("kube-api-access-")
-    (site,) = [mount for mount in made["containers"][0]["volumeMounts"] if mount["name"] == "torchobs-site"]
+    (site,) = [mount for mount in spec["containers"][0]["volumeMounts"] if mount["name"] == "torchobs-site"]
     assert site["readOnly"] is True  # every later process of the pod runs it
 
 
@@ -129,9 +129,9 @@ def test_the_sidecar_delays_a_training_by_two_seconds_at_most(
     namespace: Namespace, record_property: Callable[[str, object], None]
 ) -> None:
     """Median of pairs that start together, images at hand; on a slow machine by as much again as the pod takes without it."""
-    found = [waits_s(namespace, number) for number in range(ROUNDS)]
-    alone_s = median(one["false"] for one in found)
-    delays_s = {inject: median(one[inject] - one["false"] for one in found) for inject in KINDS[1:]}
+    rounds = [waits_s(namespace, number) for number in range(ROUNDS)]
+    alone_s = median(waits["false"] for waits in rounds)
+    delays_s = {inject: median(waits[inject] - waits["false"] for waits in rounds) for inject in KINDS[1:]}
     for name, seconds in {"alone": alone_s, **delays_s}.items():
         record_property(f"start of a pod, {name}, s", round(seconds, 2))
         print(f"start of a pod, {name}: {seconds:.2f} s")  # noqa: T201  # with -s or -rP

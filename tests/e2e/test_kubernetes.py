@@ -36,15 +36,15 @@ time.sleep(30)
 
 def broken() -> dict[str, Any]:
     """Three sidecars, each broken in a way of its own: its web configuration, its directory and values, its port."""
-    made = job("broken", "150")
-    containers = made["spec"]["template"]["spec"]["initContainers"]
+    manifest = job("broken", "150")
+    containers = manifest["spec"]["template"]["spec"]["initContainers"]
     first = containers.pop()
     first["resources"] = {kind: {"cpu": "150m", "memory": "128Mi"} for kind in ("requests", "limits")}
     for number, (name, variables) in enumerate(BROKEN.items()):
-        one = copy.deepcopy(first)
+        sidecar = copy.deepcopy(first)
         address = {"TORCHOBS_EXPORTER_WEB_LISTEN_ADDRESS": f":{PORT + number}"} | variables
-        containers.append(one | {"name": name, "ports": [], "env": environment(**address), "tty": name == "values"})
-    return made
+        containers.append(sidecar | {"name": name, "ports": [], "env": environment(**address), "tty": name == "values"})
+    return manifest
 
 
 BROKEN = {
@@ -62,24 +62,24 @@ BROKEN = {
 
 def hoards() -> dict[str, Any]:
     """Its first pod takes memory until the kernel ends it; then it is tried again."""
-    made = job("hoards", "400", "60", completionMode="Indexed", completions=1, backoffLimitPerIndex=1)
-    del made["spec"]["backoffLimit"]
+    manifest = job("hoards", "400", "60", completionMode="Indexed", completions=1, backoffLimitPerIndex=1)
+    del manifest["spec"]["backoffLimit"]
     field = {"fieldPath": "metadata.annotations['batch.kubernetes.io/job-index-failure-count']"}
-    trainer_of(made)["env"].append({"name": "FAILURES", "valueFrom": {"fieldRef": field}})
-    trainer_of(made)["resources"]["limits"]["memory"] = "640Mi"
-    return made
+    trainer_of(manifest)["env"].append({"name": "FAILURES", "valueFrom": {"fieldRef": field}})
+    trainer_of(manifest)["resources"]["limits"]["memory"] = "640Mi"
+    return manifest
 
 
 def long() -> dict[str, Any]:
     """Trains until it is deleted; every container as the user of its own image or manifest, together by fsGroup alone."""
-    made = job("long", "100000")
-    pod = made["spec"]["template"]["spec"]
+    manifest = job("long", "100000")
+    pod = manifest["spec"]["template"]["spec"]
     del pod["securityContext"]["runAsUser"]
-    trainer_of(made)["securityContext"] = trainer_of(made)["securityContext"] | {"runAsUser": 1000}
+    trainer_of(manifest)["securityContext"] = trainer_of(manifest)["securityContext"] | {"runAsUser": 1000}
     pod["volumes"].append({"name": "socket", "emptyDir": {}})
-    exporter_of(made)["volumeMounts"].append({"name": "socket", "mountPath": "/run/exporter"})
-    exporter_of(made)["env"] = environment(TORCHOBS_EXPORTER_API_SOCKET="/run/exporter/api.sock")
-    return made
+    exporter_of(manifest)["volumeMounts"].append({"name": "socket", "mountPath": "/run/exporter"})
+    exporter_of(manifest)["env"] = environment(TORCHOBS_EXPORTER_API_SOCKET="/run/exporter/api.sock")
+    return manifest
 
 
 JOBS: dict[str, Callable[[], dict[str, Any]]] = {
@@ -94,8 +94,8 @@ JOBS: dict[str, Callable[[], dict[str, Any]]] = {
 def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
     """All Jobs at once."""
     folder = tmp_path_factory.mktemp("alertmanager")
-    with monitored(folder, scripts("pod.py"), *(make() for make in JOBS.values())) as made:
-        yield made
+    with monitored(folder, scripts("pod.py"), *(make() for make in JOBS.values())) as running:
+        yield running
 
 
 def test_the_shipped_manifests_are_strictly_valid(stage: Stage) -> None:
@@ -165,7 +165,7 @@ def test_a_rank_that_the_kernel_ends_is_shown_with_its_last_step_and_the_next_co
 def test_a_killed_sidecar_comes_back_and_has_lost_nothing(stage: Stage) -> None:
     """Out of memory by its own limit: the training does not notice, and the new one has all that the first had."""
     before = stage.training("steady")
-    seen = steps(before)
+    steps_before = steps(before)
     exhaust = ["kubectl", "-n", stage.namespace.name, "exec", before.name, "-c", "torchobs", "--", "python3", "-c", EXHAUST]
     subprocess.run(exhaust, capture_output=True, check=False)  # what becomes of it is the kernel's choice
 
@@ -179,7 +179,7 @@ def test_a_killed_sidecar_comes_back_and_has_lost_nothing(stage: Stage) -> None:
 
     def has_all() -> bool:  # a page is of the moment before; lost steps would be missing at any moment
         printed = printed_steps(stage.namespace.logs(pod, "trainer"))
-        return steps(pod) >= printed > seen
+        return steps(pod) >= printed > steps_before
 
     assert wait_until(has_all, timeout_s=STARTS_S, interval_s=0.2)
     assert pod.container("trainer")["restartCount"] == 0

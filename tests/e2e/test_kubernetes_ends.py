@@ -60,8 +60,8 @@ JOBS: dict[str, Callable[[], dict[str, Any]]] = {
 def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
     """All Jobs at once."""
     require_policy()
-    folder, made = tmp_path_factory.mktemp("alertmanager"), [scripts("pod.py"), *(make() for make in JOBS.values())]
-    with monitored(folder, *made, scrapes=("15s", "30s"), evaluation="1m", exporter=EXPORTER) as stage:
+    folder, objects = tmp_path_factory.mktemp("alertmanager"), [scripts("pod.py"), *(make() for make in JOBS.values())]
+    with monitored(folder, *objects, scrapes=("15s", "30s"), evaluation="1m", exporter=EXPORTER) as stage:
         yield stage
 
 
@@ -70,7 +70,7 @@ def pod_of(stage: Stage, name: str) -> str:
     query = f'count_over_time(torchobs_steps_total{{run_id="{stage.uid(name)}"}}[1h])'
 
     def scraped() -> bool:
-        return all(any(one.value >= 2 for one in watching.query(query)) for watching in both(stage))
+        return all(any(series.value >= 2 for series in watching.query(query)) for watching in both(stage))
 
     wait_until(scraped, timeout_s=STARTS_S, interval_s=1.0)
     return stage.prometheus.query(query)[0].labels["pod"]
@@ -84,7 +84,7 @@ def both(stage: Stage) -> tuple[PrometheusServer, PrometheusServer]:
 def reason(watching: PrometheusServer, pod: str) -> list[str]:
     """How a pod's rank ended, as a Prometheus has it."""
     exits = watching.query(f'last_over_time(torchobs_rank_exit{{pod="{pod}"}}[1h]) == 1')
-    return [one.labels["reason"] for one in exits]
+    return [series.labels["reason"] for series in exits]
 
 
 def assert_both_know(stage: Stage, pod: str, run: str, expected: str) -> None:
@@ -98,7 +98,7 @@ def assert_both_know(stage: Stage, pod: str, run: str, expected: str) -> None:
     for watching in both(stage):
         assert reason(watching, pod) == [expected]
         assert watching.value(f'last_over_time(torchobs_rank_up{{pod="{pod}"}}[1h])') == 0
-        assert [one.name for one in watching.alerts() if one.labels.get("run_id") == run] == []
+        assert [alert.name for alert in watching.alerts() if alert.labels.get("run_id") == run] == []
 
 
 def finished_s(ended: Mapping[str, Any]) -> float:
@@ -126,7 +126,7 @@ def test_a_pod_ends_with_its_training_and_both_prometheus_have_its_last_step(
 def test_a_deleted_training_that_sigterm_does_not_end_has_its_end(stage: Stage) -> None:
     """The first process of a container trains on until it is killed; meanwhile its exporter says what will become of it."""
     pod, run = pod_of(stage, "deleted"), stage.uid("deleted")
-    (address,) = (f"{one.ip}:{PORT}" for one in stage.namespace.pods("deleted"))
+    (address,) = (f"{living.ip}:{PORT}" for living in stage.namespace.pods("deleted"))
     stage.namespace.kubectl("delete", "job", "deleted", "--cascade=background", "--wait=false")
     wait_until(lambda: 'reason="terminated"' in get(address, User_Agent="curl")[1], timeout_s=60.0, interval_s=0.5)
     assert_both_know(stage, pod, run, "terminated")

@@ -26,9 +26,9 @@ DRAINED = "torchobs-test-drained"
 
 def drained() -> dict[str, Any]:
     """Its pod has a label that no other pod of the cluster has."""
-    made = torchrun(job("drained", "100000"))
-    made["spec"]["template"]["metadata"]["labels"][DRAINED] = "yes"
-    return made
+    manifest = torchrun(job("drained", "100000"))
+    manifest["spec"]["template"]["metadata"]["labels"][DRAINED] = "yes"
+    return manifest
 
 
 JOBS: dict[str, Callable[[], dict[str, Any]]] = {
@@ -41,8 +41,8 @@ JOBS: dict[str, Callable[[], dict[str, Any]]] = {
 def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
     """All Jobs at once."""
     folder, names = tmp_path_factory.mktemp("alertmanager"), ("pod.py", "sick_pod.py")
-    with monitored(folder, scripts(*names), *(make() for make in JOBS.values())) as made:
-        yield made
+    with monitored(folder, scripts(*names), *(make() for make in JOBS.values())) as running:
+        yield running
 
 
 def test_of_a_run_that_blows_up_a_page_names_run_node_and_pod(stage: Stage) -> None:
@@ -54,7 +54,7 @@ def test_of_a_run_that_blows_up_a_page_names_run_node_and_pod(stage: Stage) -> N
     assert whose.items() <= alert["labels"].items()
     assert f"rank 0 on {pod.content['spec']['nodeName']} in pod {pod.name}: " in alert["annotations"]["description"]
     shown = answered(stage.prometheus, stage.began_s, stage.uid("explodes"), "torchobs-run", "Alerts of this run")
-    assert "TorchobsLossNotFinite" in {one.labels["alertname"] for one in shown}
+    assert "TorchobsLossNotFinite" in {series.labels["alertname"] for series in shown}
 
 
 def test_a_drained_node_s_training_is_terminated_and_wakes_nobody(stage: Stage) -> None:
@@ -67,11 +67,11 @@ def test_a_drained_node_s_training_is_terminated_and_wakes_nobody(stage: Stage) 
     finally:
         stage.namespace.kubectl("uncordon", node)
     exits = stage.prometheus.query(f'last_over_time(torchobs_rank_exit{{pod="{pod.name}"}}[1h]) == 1')
-    assert [one.labels["reason"] for one in exits] == ["terminated"]
+    assert [series.labels["reason"] for series in exits] == ["terminated"]
     stage.assert_silence_of(run)
 
     def again() -> Pod | None:
-        return next((one for one in stage.namespace.pods("drained") if one.name != pod.name), None)
+        return next((other for other in stage.namespace.pods("drained") if other.name != pod.name), None)
 
     wait_until(again, timeout_s=STARTS_S, interval_s=0.5)
     wait_until(lambda: lives(stage, run) == 2, timeout_s=STARTS_S, interval_s=0.5)
@@ -80,5 +80,5 @@ def test_a_drained_node_s_training_is_terminated_and_wakes_nobody(stage: Stage) 
 def lives(stage: Stage, run: str) -> int:
     """How many pods a run has had."""
     return len(
-        {one.labels["pod"] for one in stage.prometheus.query(f'last_over_time(torchobs_rank_info{{run_id="{run}"}}[1h])')}
+        {series.labels["pod"] for series in stage.prometheus.query(f'last_over_time(torchobs_rank_info{{run_id="{run}"}}[1h])')}
     )

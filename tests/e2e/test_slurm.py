@@ -72,18 +72,18 @@ def target(folder: Path) -> str:
 def ranks_of(prometheus: PrometheusServer, job: str, **labels: str) -> set[str]:
     """The ranks that Prometheus sees alive in the run that is this job."""
     more = "".join(f',{name}="{value}"' for name, value in labels.items())
-    return {found.labels["rank"] for found in prometheus.query(f'torchobs_rank_info{{run_id="{job}"{more}}}')}
+    return {series.labels["rank"] for series in prometheus.query(f'torchobs_rank_info{{run_id="{job}"{more}}}')}
 
 
 def restarts(prometheus: PrometheusServer, job: str) -> dict[str, float]:
     """How often the ranks of the run have begun anew, by rank."""
-    return {one.labels["rank"]: one.value for one in prometheus.query(f'torchobs_rank_restarts_total{{run_id="{job}"}}')}
+    return {rank.labels["rank"]: rank.value for rank in prometheus.query(f'torchobs_rank_restarts_total{{run_id="{job}"}}')}
 
 
 def exits(prometheus: PrometheusServer, job: str) -> dict[str, str]:
     """How the ranks of the run ended, by rank."""
-    found = prometheus.query(f'last_over_time(torchobs_rank_exit{{run_id="{job}"}}[10m]) == 1')
-    return {one.labels["rank"]: one.labels["reason"] for one in found}
+    ended = prometheus.query(f'last_over_time(torchobs_rank_exit{{run_id="{job}"}}[10m]) == 1')
+    return {series.labels["rank"]: series.labels["reason"] for series in ended}
 
 
 def paging(prometheus: PrometheusServer) -> list[str]:
@@ -126,8 +126,8 @@ def test_a_job_that_finishes_ends_its_exporter(tmp_path: Path, job: dict[str, st
     """One task: torchrun starts two ranks. Prometheus gets their ends before the job ends, with the training's status."""
     with SlurmCluster() as slurm:
         options = ("--ntasks=1", f"--chdir={tmp_path}", f"--output={tmp_path / 'job.log'}")
-        given = {**job, "RANKS_PER_NODE": "2"}
-        number = slurm.submit(*options, SHIPPED / "train.sbatch", "train.py", "5", str(tmp_path / "stop"), **given)
+        variables = {**job, "RANKS_PER_NODE": "2"}
+        number = slurm.submit(*options, SHIPPED / "train.sbatch", "train.py", "5", str(tmp_path / "stop"), **variables)
         wait_until(lambda: ranks_of(prometheus, number, launcher="torchrun") == {"0", "1"}, 90)
         (tmp_path / "stop").touch()
         wait_until(lambda: slurm.state(number) not in {"RUNNING", "COMPLETING"}, 60)

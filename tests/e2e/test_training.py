@@ -44,11 +44,11 @@ def exporter(
 
 def timings(path: Path) -> dict[str, list[dict[str, float]]]:
     """What the script says it measured, by rank."""
-    found = defaultdict(list)
+    lines = defaultdict(list)
     for line in path.read_text().splitlines():
         figures = json.loads(line)
-        found[str(figures["rank"])].append(figures)
-    return found
+        lines[str(figures["rank"])].append(figures)
+    return lines
 
 
 def by_rank(prometheus: PrometheusServer, expression: str) -> dict[str, float]:
@@ -65,15 +65,15 @@ def test_two_ranks_in_prometheus_equal_what_the_script_measured(
     tmp_path: Path,
 ) -> None:
     """Steps are those printed, losses and norms equal to float32, a step's phases the script's within 5 %."""
-    own = tmp_path / "timings"
-    arguments = ("--steps", "40", "--timings", str(own), "--log-every", "1000", "--characters", "500000", "--sample", "0")
+    measured = tmp_path / "timings"
+    arguments = ("--steps", "40", "--timings", str(measured), "--log-every", "1000", "--characters", "500000", "--sample", "0")
     with PrometheusServer(program("prometheus"), scrape=[exporter.address], interval="1s") as prometheus:
         job = start(*TORCHRUN, "2", str(ROOT / "examples" / "char_gpt.py"), *arguments, torch=True, env=environ)
         assert job.wait(timeout=240) == 0, job
         # the last step was scraped before its rank had ended, maybe: what is looked at is the end
         wait_until(lambda: by_rank(prometheus, 'torchobs_rank_state{state="finished"}') == {"0": 1.0, "1": 1.0})
         assert by_rank(prometheus, "torchobs_steps_total") == {"0": 40.0, "1": 40.0}
-        expected = timings(own)
+        expected = timings(measured)
         assert {rank: len(lines) for rank, lines in expected.items()} == {"0": 40, "1": 40}
         for name, field in (
             ("torchobs_loss", "loss"),
@@ -89,13 +89,13 @@ def test_two_ranks_in_prometheus_equal_what_the_script_measured(
             # Prometheus has the forward pass without what lies before the model's first call, which is other
             parts = [phase] if phase != "forward" else ["forward", "other", "between"]
             expression = "|".join(parts)
-            seen = by_rank(prometheus, f'sum by (rank) (torchobs_step_phase_time_seconds_total{{phase=~"{expression}"}})')
+            totals = by_rank(prometheus, f'sum by (rank) (torchobs_step_phase_time_seconds_total{{phase=~"{expression}"}})')
             for rank, lines in expected.items():
                 both = [sum(times[catalog.PHASES.index(part)] for part in parts) for times in recorded[rank]]
-                assert seen[rank] == pytest.approx(sum(both), rel=1e-5), (phase, rank)
+                assert totals[rank] == pytest.approx(sum(both), rel=1e-5), (phase, rank)
                 ours, said = [times[catalog.PHASES.index(phase)] for times in recorded[rank]], [line[phase] for line in lines]
                 # step by step: a preemption between the two clocks is neither's. 0.2 ms are for our hooks within the script's
-                apart = median(abs(one - other) for one, other in zip(ours, said, strict=True))
+                apart = median(abs(mine - other) for mine, other in zip(ours, said, strict=True))
                 assert apart <= 0.05 * median(said) + 2e-4, (phase, rank)
         assert by_rank(prometheus, 'sum by (rank) (torchobs_anomalies_total{kind!="loss_spike"})') == {"0": 0.0, "1": 0.0}
 
@@ -142,8 +142,8 @@ def test_elastic_restarts_merge_nothing(
         shown = []
 
         def ended() -> bool:
-            found = prometheus.query("torchobs_steps_total")
-            shown.append(len(found))
+            series = prometheus.query("torchobs_steps_total")
+            shown.append(len(series))
             return job.poll() is not None
 
         wait_until(ended, timeout_s=240, interval_s=0.2)
