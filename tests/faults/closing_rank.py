@@ -24,9 +24,9 @@ files: dict[int, Path] = {}
 """Its own, by their numbers"""
 
 
-def write(own: Path) -> tuple[int, Path]:
+def write(folder: Path) -> tuple[int, Path]:
     """A new file, open at its end."""
-    path = own / f"{len(list(own.iterdir()))}.bin"
+    path = folder / f"{len(list(folder.iterdir()))}.bin"
     fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
     os.write(fd, MINE)
     return fd, path
@@ -34,19 +34,19 @@ def write(own: Path) -> tuple[int, Path]:
 
 def numbers_below(directory: str, process: str = "self") -> list[int]:
     """The numbers under which a process has the directory or a file in it open."""
-    found = []
+    numbers = []
     for link in Path(f"/proc/{process}/fd").iterdir():
         with contextlib.suppress(OSError):  # closed meanwhile, as the one that lists them
             if str(link.readlink()).startswith(directory):
-                found.append(int(link.name))
-    return found
+                numbers.append(int(link.name))
+    return numbers
 
 
-def close(directory: str, own: Path, how: str) -> None:
+def close(directory: str, folder: Path, how: str) -> None:
     """Close what is not its own."""
     if how in {"numbers", "at once"}:
         for number in numbers_below(directory):
-            fd, path = write(own)
+            fd, path = write(folder)
             os.dup2(fd, number, inheritable=False)
             os.close(fd)
             files[number] = path
@@ -54,7 +54,7 @@ def close(directory: str, own: Path, how: str) -> None:
     os.closerange(3, 4096)
     files.clear()
     for _ in range(20):
-        fd, path = write(own)
+        fd, path = write(folder)
         files[fd] = path
 
 
@@ -72,10 +72,10 @@ def is_sound(fd: int, path: Path) -> bool:
         return False
 
 
-def obey(word: str, directory: str, own: Path, how: str) -> None:
+def obey(word: str, directory: str, folder: Path, how: str) -> None:
     """Do what was said."""
     if word == "close":
-        close(directory, own, how)
+        close(directory, folder, how)
     elif word == "hold":
         hold(str(HOLD_S))
     elif word == "damaged":
@@ -86,13 +86,13 @@ def obey(word: str, directory: str, own: Path, how: str) -> None:
         os.kill(os.getpid(), signal.SIGSEGV)
 
 
-def main(directory: str, own: str, how: str) -> None:
+def main(directory: str, folder: str, how: str) -> None:
     """See the module."""
     torch.set_num_threads(1)
     torchobs.init(flight_dir=directory, exporter=False)
     if how == "at once":
-        obey("close", directory, Path(own), how)
-    train(lambda words: obey(words[0], directory, Path(own), how))
+        obey("close", directory, Path(folder), how)
+    train(lambda words: obey(words[0], directory, Path(folder), how))
 
 
 if __name__ == "__main__":

@@ -89,7 +89,7 @@ def main(directory: str, *scenes: str) -> None:
     """Play the scenes, each after another line of standard input, and hold the lock until that ends."""
     place = open_place(directory, None)
     writer = open_writer(place, {"rank": 0}, MIN_SIZE)
-    for scene in (one for one in (*KEEPING, become_another_program) if one.__name__ in scenes):
+    for scene in (play for play in (*KEEPING, become_another_program) if play.__name__ in scenes):
         sys.stdin.readline()
         scene(place, writer)
         say(scene.__name__, writer)

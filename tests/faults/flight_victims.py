@@ -69,7 +69,7 @@ def _live(place: FlightDirectory, role: str, shared: memoryview, ready: int) -> 
 
 def _kill_one(place: FlightDirectory, role: str, life_s: float) -> str:
     acknowledged = mmap.mmap(-1, mmap.PAGESIZE)
-    told, ready = os.pipe()
+    reading, ready = os.pipe()
     child = os.fork()
     if not child:
         try:
@@ -77,7 +77,7 @@ def _kill_one(place: FlightDirectory, role: str, life_s: float) -> str:
         finally:
             os._exit(1)  # no word to the parent's standard output
     os.close(ready)
-    with os.fdopen(told) as pipe:
+    with os.fdopen(reading) as pipe:
         name = pipe.readline().strip()
     time.sleep(life_s)
     os.kill(child, signal.SIGKILL)

@@ -69,34 +69,34 @@ class Crowd:
         """That many more, with the same first words."""
         for _ in range(number):
             with contextlib.suppress(ConnectionError):
-                one = dial(self._address)
-                self._open.append(one)
-                one.sendall(first)
+                connection = dial(self._address)
+                self._open.append(connection)
+                connection.sendall(first)
 
     def drip(self, byte: bytes = b"x") -> int:
         """One byte more from each; return how many could send it."""
         dripped = 0
-        for one in self._open:
+        for connection in self._open:
             with contextlib.suppress(OSError):
-                one.sendall(byte)
+                connection.sendall(byte)
                 dripped += 1
         return dripped
 
     def leave(self) -> None:
         """Close them all."""
-        for one in self._open:
-            one.close()
+        for connection in self._open:
+            connection.close()
         self._open.clear()
 
 
 @contextlib.contextmanager
 def crowd(address: str) -> Iterator[Crowd]:
     """A crowd that leaves at the end."""
-    made = Crowd(address)
+    clients = Crowd(address)
     try:
-        yield made
+        yield clients
     finally:
-        made.leave()
+        clients.leave()
 
 
 def over_tls(address: str, context: ssl.SSLContext) -> bytes:

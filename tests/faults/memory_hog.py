@@ -25,14 +25,14 @@ if __name__ == "__main__":
     if how == "worker":
         worker = subprocess.run([sys.executable, "-c", GROW], check=False)
         print(worker.returncode, flush=True)  # noqa: T201  # what the test waits for
-    held = [bytearray(b"x") * 80 * STEP] if how == "grows" else []  # the first part at once
+    memory = [bytearray(b"x") * 80 * STEP] if how == "grows" else []  # the first part at once
     while True:
         optimizer.zero_grad()
         model(torch.ones(2, 4)).sum().backward()
         optimizer.step()
         if how == "grows":
-            held.append(bytearray(b"x") * 8 * STEP)
-            seen = recording.view().live.heartbeat_ns
-            while recording.view().live.heartbeat_ns == seen:  # no faster than it can be told
+            memory.append(bytearray(b"x") * 8 * STEP)
+            beat_ns = recording.view().live.heartbeat_ns
+            while recording.view().live.heartbeat_ns == beat_ns:  # no faster than it can be told
                 time.sleep(0.01)
         time.sleep(0.02)

@@ -63,8 +63,8 @@ class Rank:
 
         def asked() -> dict[str, Any]:
             self.lives()
-            told = self._caller.post(what, content).json
-            return (told["ranks"][0] if "ranks" in told else told).get("evidence") or {}
+            reply = self._caller.post(what, content).json
+            return (reply["ranks"][0] if "ranks" in reply else reply).get("evidence") or {}
 
         link = wait_until(asked, timeout_s=60)  # one that has just been stuck, or a busy machine's, may not respond at first
 
@@ -81,7 +81,7 @@ class Rank:
 
     def kept(self) -> list[str]:
         """The kinds of the evidence that it lists."""
-        return sorted(one["kind"] for one in self._caller.get("/evidence")["evidence"])
+        return sorted(evidence["kind"] for evidence in self._caller.get("/evidence")["evidence"])
 
     def unfinished(self) -> list[str]:
         """What has no name yet."""
@@ -107,9 +107,9 @@ def rank() -> Iterator[Rank]:
                 socket = Path(home) / "api.sock"
                 config = ExporterConfig(flight_dir=str(inside), control_dir=str(control), api_socket=str(socket))
                 with Service(config):
-                    made = Rank(process, inside, Caller(socket))
-                    wait_until(made.steps, timeout_s=60)
-                    yield made
+                    trainer = Rank(process, inside, Caller(socket))
+                    wait_until(trainer.steps, timeout_s=60)
+                    yield trainer
             finally:
                 process.kill()
 
@@ -135,8 +135,8 @@ def test_a_full_file_system(rank: Rank) -> None:
         assert "make room where its flight file is" in refused.json["detail"]
         assert "the file system has 0 bytes left" in refused.json["detail"]
     rank.say("hold", 4)
-    told, *_ = wait_until(lambda: [one for one in rank.events("torchobs.stacks_failed") if one["cause"] == "stuck"])
-    assert (told["reason"], told["detail"]) == ("no_room", "No space left on device")
+    failure, *_ = wait_until(lambda: [event for event in rank.events("torchobs.stacks_failed") if event["cause"] == "stuck"])
+    assert (failure["reason"], failure["detail"]) == ("no_room", "No space left on device")
     assert rank.kept() == kept
     assert rank.unfinished() == []
     (rank.directory / "ballast").unlink()

@@ -125,9 +125,9 @@ def test_no_order_leaves_a_rank_without_an_exporter_or_with_two(
     assert stayed != bool(started), "exactly one serves"
     serving = started[0] if started else leaving
     assert election.is_decided(directory_fd)
-    found = election.read(directory_fd)
-    assert found is not None
-    assert found.pid == serving.pid
+    announcement = election.read(directory_fd)
+    assert announcement is not None
+    assert announcement.pid == serving.pid
 
 
 def test_a_rank_that_looked_between_release_and_return_starts_one_that_loses(
@@ -172,6 +172,6 @@ def test_a_killed_exporter_leaves_its_place_free(process: Start, directory_fd: i
     assert election.read(directory_fd) is None
     successor = process()
     assert said(successor) == "serving"
-    found = election.read(directory_fd)
-    assert found is not None
-    assert found.pid == successor.pid
+    announcement = election.read(directory_fd)
+    assert announcement is not None
+    assert announcement.pid == successor.pid

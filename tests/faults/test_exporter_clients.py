@@ -48,9 +48,9 @@ def program(home: Path, rank: FlightWriter) -> Iterator[Program]:
     few = ("sh", "-c", f'ulimit -n {DESCRIPTORS} && exec "$@"', "sh")
     with log.open("w") as error:
         process = subprocess.Popen([*few, *argv], stdin=subprocess.DEVNULL, stderr=error, env=clean_environment(), text=True)
-    made = Program(process, f"127.0.0.1:{port}", log)
-    wait_until(made.is_ready, timeout_s=60)
-    yield made
+    exporter = Program(process, f"127.0.0.1:{port}", log)
+    wait_until(exporter.is_ready, timeout_s=60)
+    yield exporter
     process.kill()
     process.wait()
 
@@ -107,30 +107,30 @@ def test_a_thousand_slow_clients_keep_no_scraper_out(program: Program) -> None:
 def test_without_descriptors_it_serves_what_it_has(program: Program, rank: FlightWriter) -> None:
     """Nobody is taken for gone because a lock cannot be asked for; who waits is served when there are some again."""
     process = psutil.Process(program.process.pid)
-    known = http.client.HTTPConnection(program.address, timeout=10)
+    connection = http.client.HTTPConnection(program.address, timeout=10)
     beats = [time.monotonic()]
 
     def state() -> str:
         beats.append(time.monotonic())
         rank.heartbeat()
         rank.publish()
-        known.request("GET", "/metrics")
-        found = state_on(known.getresponse().read().decode())
+        connection.request("GET", "/metrics")
+        shown = state_on(connection.getresponse().read().decode())
         # the page may be of a scan before this heartbeat: it tells nothing if we were held up since the one before
-        return found if time.monotonic() - beats[-2] < UNRESPONSIVE_AFTER_S else ""
+        return shown if time.monotonic() - beats[-2] < UNRESPONSIVE_AFTER_S else ""
 
     wait_until(lambda: state() == "alive")
     before = process.rlimit(psutil.RLIMIT_NOFILE)
     process.rlimit(psutil.RLIMIT_NOFILE, (3, before[1]))
     with crowd(program.address) as others:
         others.come(20, b"")
-        seen = {""}
+        states = {""}
         until = time.monotonic() + 1.5
-        while time.monotonic() < until or seen == {""}:
-            seen.add(state())
+        while time.monotonic() < until or states == {""}:
+            states.add(state())
             time.sleep(0.15)
         process.rlimit(psutil.RLIMIT_NOFILE, before)
-    assert seen == {"", "alive"}
-    known.close()
+    assert states == {"", "alive"}
+    connection.close()
     assert program.value("torchobs_steps_total") == 3
     wait_until(lambda: program.log.count("cannot accept connections") == 1)

@@ -160,7 +160,7 @@ def test_no_scrape_fails_while_the_directory_is_vandalised(flight_dir: Path, ste
 
             def serves(least: int) -> bool:  # a page may be of a scan that had begun before: then the next one has them
                 families = {family.name: family for family in text_string_to_metric_families(exporter.page())}
-                (steps,) = (one.value for one in families["torchobs_steps"].samples if one.labels["rank"] == "0")
+                (steps,) = (sample.value for sample in families["torchobs_steps"].samples if sample.labels["rank"] == "0")
                 assert steps >= served[-1]
                 served.append(steps)
                 return steps >= least
@@ -186,8 +186,8 @@ def late_clock() -> Clock:
 @pytest.fixture
 def grace_scanner(flight_dir: Path, late_clock: Clock) -> Iterator[Scanner]:
     """Of the flight directory."""
-    with closing(scanner_of(flight_dir, late_clock, grace_s=GRACE_S)) as made:
-        yield made
+    with closing(scanner_of(flight_dir, late_clock, grace_s=GRACE_S)) as scanner:
+        yield scanner
 
 
 @pytest.fixture
@@ -320,10 +320,10 @@ def three_files(flight_dir: Path) -> list[File]:
 
 def test_beyond_the_limit_no_further_file_is_read(flight_dir: Path, three_files: list[File]) -> None:
     """It is counted as bad for want of memory, and served once there is room."""
-    clock, one = Clock(0.1), reader.open_path(str(three_files[0].path))
-    one.read()
-    scanner = rank_scanner.Scanner(ExporterConfig(flight_dir=str(flight_dir)), clock, series_limit=one.size)
-    one.close()
+    clock, first = Clock(0.1), reader.open_path(str(three_files[0].path))
+    first.read()
+    scanner = rank_scanner.Scanner(ExporterConfig(flight_dir=str(flight_dir)), clock, series_limit=first.size)
+    first.close()
     snapshot = scanner.scan()
     (served,) = (rank.rank for rank in snapshot.ranks)
     assert (snapshot.errors["memory"], snapshot.files["bad"]) == (2, 2)

@@ -47,10 +47,10 @@ def exporter(home: Path) -> Iterator[Service]:
 
 def context(home: Path, client: str | None = "client") -> ssl.SSLContext:
     """Trust in the server, and who one is."""
-    made = ssl.create_default_context(cafile=str(home / "server.pem"))
+    trust = ssl.create_default_context(cafile=str(home / "server.pem"))
     if client is not None:
-        made.load_cert_chain(home / f"{client}.pem", home / f"{client}.key")
-    return made
+        trust.load_cert_chain(home / f"{client}.pem", home / f"{client}.key")
+    return trust
 
 
 def test_who_is_not_to_come_in_does_not(exporter: Service, home: Path) -> None:

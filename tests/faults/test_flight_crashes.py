@@ -49,8 +49,8 @@ class Life:
             self._round(number)
         ring = self.header.regions[Region.STEPS]
         raws = [raw for offset, raw in self.stores if ring.offset <= offset < ring.offset + ring.length]
-        records = [made for raw in raws if (made := unpack(raw, self.header.seed))]
-        assert [made.seq for made in records] == list(range(1, STEPS + 1))
+        records = [record for raw in raws if (record := unpack(raw, self.header.seed))]
+        assert [record.seq for record in records] == list(range(1, STEPS + 1))
         self.states = list(flights.folded_states(self.header, records))
 
     @property
@@ -79,23 +79,23 @@ class Life:
             promised.extend([promised[-1]] * missing)
             promised[-1] = max(promised[-1], now)
 
-    def judge(self, view: reader.View, known: int) -> tuple[int, int]:
-        """Check a view of a file that holds the first ``known`` stores; return its steps and its counts."""
-        steps, count = self.judge_order(view, known)
-        assert count >= self.promised_counts[known]
+    def judge(self, view: reader.View, stored: int) -> tuple[int, int]:
+        """Check a view of a file that holds the first ``stored`` stores; return its steps and its counts."""
+        steps, count = self.judge_order(view, stored)
+        assert count >= self.promised_counts[stored]
         return steps, count
 
-    def judge_order(self, view: reader.View, known: int) -> tuple[int, int]:
+    def judge_order(self, view: reader.View, stored: int) -> tuple[int, int]:
         """The same, where some of the next stores are visible before others.
 
         Of a block that is published twice meanwhile both slots may be on their way, and the one before is not promised.
         """
-        core, seen = flights.values(view, folded=True), flights.values(view)
+        core, shown = flights.values(view, folded=True), flights.values(view)
         steps = flights.whole(core.get((catalog.STEPS.name, ())))
         assert core.items() <= self.states[steps].items()  # less: an entry of the series table that is not seen yet
-        counts = {flights.whole(seen[metric.name, ()]) for metric in EQUAL if (metric.name, ()) in seen}
+        counts = {flights.whole(shown[metric.name, ()]) for metric in EQUAL if (metric.name, ()) in shown}
         assert len(counts) <= 1
-        assert steps >= self.promised_steps[known]
+        assert steps >= self.promised_steps[stored]
         return steps, max(counts, default=0)
 
 
@@ -108,9 +108,9 @@ def life() -> Life:
 @pytest.fixture
 def image(flight_dir: Path, life: Life) -> Iterator[flights.Image]:
     """A file that nothing but the header has been stored into."""
-    made = flights.Image(flight_dir, life.header)
-    yield made
-    made.close()
+    empty = flights.Image(flight_dir, life.header)
+    yield empty
+    empty.close()
 
 
 def fresh(image: flights.Image, *, final: bool = False) -> reader.View:
@@ -126,11 +126,11 @@ def test_killed_after_any_store_every_acknowledged_step_is_there_and_nothing_is_
     """After every prefix of the stores: readable, an exact state, all that was acknowledged, no counter lower than before."""
     follower = image.open()
     last = last_final = (0, 0)
-    for known in range(len(life.stores) + 1):
-        if known:
-            image.store(*life.stores[known - 1])
-        now, final = life.judge(fresh(image), known), life.judge(fresh(image, final=True), known)
-        assert life.judge(follower.read(), known) == now
+    for stored in range(len(life.stores) + 1):
+        if stored:
+            image.store(*life.stores[stored - 1])
+        now, final = life.judge(fresh(image), stored), life.judge(fresh(image, final=True), stored)
+        assert life.judge(follower.read(), stored) == now
         assert all(a >= b for a, b in zip(now, last, strict=True))
         assert all(a >= b for a, b in zip(final, last_final, strict=True))
         last, last_final = now, final
@@ -143,11 +143,11 @@ def test_stores_seen_out_of_order_or_torn_never_show_a_state_that_did_not_exist(
     """Any 12 consecutive stores seen in part and one of them torn: 4,000 such files, all of them readable and exact."""
     chance = random.Random(64)
     starts = sorted(chance.randrange(len(life.stores)) for _ in range(4000))
-    known = 0
+    stored = 0
     for start in starts:
-        while known < start:
-            image.store(*life.stores[known])
-            known += 1
+        while stored < start:
+            image.store(*life.stores[stored])
+            stored += 1
         undo = _store_some(image, life.stores[start : start + WINDOW], chance)
         life.judge_order(fresh(image), start)
         for offset, data in reversed(undo):
@@ -156,9 +156,9 @@ def test_stores_seen_out_of_order_or_torn_never_show_a_state_that_did_not_exist(
 
 def _store_some(image: flights.Image, stores: list[tuple[int, bytes]], chance: random.Random) -> list[tuple[int, bytes]]:
     undo = []
-    seen = [store for store in stores if chance.random() < 0.5]
-    torn = chance.randrange(len(seen)) if seen else -1
-    for number, (offset, data) in enumerate(seen):
+    visible = [store for store in stores if chance.random() < 0.5]
+    torn = chance.randrange(len(visible)) if visible else -1
+    for number, (offset, data) in enumerate(visible):
         before = image.read(offset, len(data))
         undo.append((offset, before))
         image.store(offset, _tear(before, data, chance) if number == torn and len(data) > 8 else data)
@@ -208,11 +208,11 @@ def test_a_block_that_is_only_published_is_never_unreadable_and_never_mixed(kill
     for _ in range(kills):
         view, acknowledged = kill("publish", chance.uniform(0.0, 0.003))
         shown = flights.values(view)
-        one, other = (shown[metric.name, ()] for metric in HISTOGRAMS)
-        number = sum(one.counts)
+        first, second = (shown[metric.name, ()] for metric in HISTOGRAMS)
+        number = sum(first.counts)
         assert number in {acknowledged, acknowledged + 1}
-        assert one == other
-        assert one.counts == tuple((number - rest) // BUCKETS + (rest > 0) for rest in range(BUCKETS))
+        assert first == second
+        assert first.counts == tuple((number - rest) // BUCKETS + (rest > 0) for rest in range(BUCKETS))
         published += acknowledged
     assert published > kills
 
@@ -252,9 +252,9 @@ class Stopped(reader.FlightFile):
 
     def _following(self, upto: int) -> Iterator[StepRecord]:
         self.meanwhile()
-        for one in super()._following(upto):
+        for record in super()._following(upto):
             self.meanwhile()
-            yield one
+            yield record
 
 
 class Training:
@@ -282,17 +282,17 @@ class Training:
 @pytest.fixture
 def wrapping(flight_dir: Path) -> Iterator[flights.Image]:
     """A file with a ring so small that it wraps while it is read."""
-    made = flights.Image(flight_dir, flights.header(RECORDS))
-    yield made
-    made.close()
+    image = flights.Image(flight_dir, flights.header(RECORDS))
+    yield image
+    image.close()
 
 
 def stopped(wrapping: flights.Image) -> Stopped:
     """A reader of that file that can be stopped."""
     file = wrapping.open()
-    made = Stopped(os.dup(file._fd), file.header)
+    reading = Stopped(os.dup(file._fd), file.header)
     file.close()
-    return made
+    return reading
 
 
 def states(header: Header, count: int) -> list[flights.Values]:

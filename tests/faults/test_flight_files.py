@@ -26,9 +26,9 @@ from torchobs.flight.writer import FlightWriter, open_writer
 @pytest.fixture
 def writer(flight_dir: Path) -> Iterator[FlightWriter]:
     """A living rank."""
-    made = open_writer(flights.place(flight_dir), {"rank": 0}, MIN_SIZE)
-    yield made
-    made.close()
+    living = open_writer(flights.place(flight_dir), {"rank": 0}, MIN_SIZE)
+    yield living
+    living.close()
 
 
 def name(rank: int) -> str:
@@ -62,12 +62,12 @@ def test_of_ten_thousand_flight_names_the_living_are_read_first(
 def test_two_scans_at_once_both_see_every_file(flight_dir: Path, directory_fd: int) -> None:
     """They share the directory's descriptor, but not the position in it: a scrape misses no rank because another one runs."""
     expected = sorted(name(rank) for rank in range(500))
-    for one in expected:
-        (flight_dir / one).touch()
-    found: list[list[str]] = []
-    finish([threading.Thread(target=lambda: found.extend(reader.names(directory_fd) for _ in range(40))) for _ in range(4)])
-    assert len(found) == 160
-    assert all(one == expected for one in found)
+    for file_name in expected:
+        (flight_dir / file_name).touch()
+    scans: list[list[str]] = []
+    finish([threading.Thread(target=lambda: scans.extend(reader.names(directory_fd) for _ in range(40))) for _ in range(4)])
+    assert len(scans) == 160
+    assert all(names == expected for names in scans)
 
 
 METRIC = catalog.Metric("test.count", catalog.Kind.COUNTER, "", "", integer=True)
@@ -83,18 +83,18 @@ def directory(flight_dir: Path) -> Path:
 @pytest.fixture(params=["tmpfs", "disk"])
 def writer_deleted(directory: Path, request: pytest.FixtureRequest) -> Iterator[FlightWriter]:
     """A rank with some steps, a counter and an event."""
-    made = open_writer(flights.place(directory, in_memory=request.param == "tmpfs"), {"rank": 0}, MIN_SIZE)
+    living = open_writer(flights.place(directory, in_memory=request.param == "tmpfs"), {"rank": 0}, MIN_SIZE)
     for number in range(1, 11):
-        flights.step(made, number)
-    cell = made.table.cell(METRIC, {}, USER)
+        flights.step(living, number)
+    cell = living.table.cell(METRIC, {}, USER)
     assert cell
     cell.add(7)
-    made.event("test", {"n": 1})
-    made.level(2)
-    made.fold()
-    made.publish()
-    yield made
-    made.close()
+    living.event("test", {"n": 1})
+    living.level(2)
+    living.fold()
+    living.publish()
+    yield living
+    living.close()
 
 
 def delete_file(directory: Path, name: str) -> None:

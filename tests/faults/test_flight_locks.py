@@ -72,7 +72,7 @@ def test_a_living_rank_keeps_its_lock(play: Callable[..., Holder]) -> None:
 
     It is gone with the rank: a DataLoader worker that a SIGKILL leaves behind is no living one.
     """
-    scenes = [one.__name__ for one in KEEPING]
+    scenes = [scene.__name__ for scene in KEEPING]
     holder = play(*scenes)
     assert [scene for scene in scenes if not holder.plays(scene)] == []
     holder.process.kill()
@@ -118,8 +118,8 @@ def _held_from_outside(directory: Path, start: Callable[..., subprocess.Popen[st
         "import os, sys; from torchobs.flight import files; fd = os.open(sys.argv[1], os.O_RDONLY)\n"
         "print(*[name for name in sorted(os.listdir(fd)) if name.endswith('.lock') and files.is_locked(fd, name)])"
     )
-    held, _ = start(sys.executable, "-c", code, directory, stdout=subprocess.PIPE).communicate(timeout=60)
-    return held.split()
+    locked, _ = start(sys.executable, "-c", code, directory, stdout=subprocess.PIPE).communicate(timeout=60)
+    return locked.split()
 
 
 LOGGED = "closed descriptors that it had not opened"
@@ -128,12 +128,12 @@ LOGGED = "closed descriptors that it had not opened"
 class Training:
     """One that closes descriptors, as it is seen from outside."""
 
-    def __init__(self, start: Callable[..., subprocess.Popen[str]], directory: Path, own: Path, how: str, log: Path) -> None:
-        self.directory, self._own, self._log = directory, own, log
-        own.mkdir()
+    def __init__(self, start: Callable[..., subprocess.Popen[str]], directory: Path, folder: Path, how: str, log: Path) -> None:
+        self.directory, self._folder, self._log = directory, folder, log
+        folder.mkdir()
         (directory / "control").mkdir(parents=True, mode=0o700)
         with log.open("w") as errors:
-            argv = (sys.executable, "-m", "tests.faults.closing_rank", str(directory), str(own), how)
+            argv = (sys.executable, "-m", "tests.faults.closing_rank", str(directory), str(folder), how)
             pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": errors}
             self.process = start(*argv, torch=True, env=clean_environment(), **pipes)
 
@@ -172,7 +172,7 @@ class Training:
 
     def holds_its_own(self) -> bool:
         """Whether its files hold what it has written."""
-        return {path.read_bytes() for path in self._own.iterdir()} == {MINE}
+        return {path.read_bytes() for path in self._folder.iterdir()} == {MINE}
 
     def log(self) -> list[str]:
         """The lines of its log about descriptors."""
@@ -274,15 +274,15 @@ CHILD_LIMIT_S = 20.0
 @pytest.fixture(params=["tmpfs", "disk"])
 def writer(flight_dir: Path, request: pytest.FixtureRequest) -> Iterator[FlightWriter]:
     """A parent that has done some steps, on tmpfs and elsewhere."""
-    made = open_writer(flights.place(flight_dir, in_memory=request.param == "tmpfs"), {"rank": 0}, MIN_SIZE)
+    parent = open_writer(flights.place(flight_dir, in_memory=request.param == "tmpfs"), {"rank": 0}, MIN_SIZE)
     for number in range(1, 11):
-        flights.step(made, number)
-    cell = made.table.cell(METRICS[0], {})
+        flights.step(parent, number)
+    cell = parent.table.cell(METRICS[0], {})
     assert cell
     cell.add(1)
-    made.publish()
-    yield made
-    made.close()
+    parent.publish()
+    yield parent
+    parent.close()
 
 
 def write_everything(writer: FlightWriter) -> None:
@@ -387,12 +387,12 @@ def locks() -> list[Place]:
     gc.unfreeze()  # which are not listed
     gc.collect()
     modules = [module for name, module in sys.modules.items() if name.split(".")[0] == "torchobs"]
-    objects = [each for each in gc.get_objects() if str(type(each).__module__).split(".")[0] == "torchobs"]
+    objects = [instance for instance in gc.get_objects() if str(type(instance).__module__).split(".")[0] == "torchobs"]
     gc.freeze()
     return [place for owner in (*modules, *objects) for place in kept(owner)]
 
 
-def code_of(act: Callable[[], None], *held: Any) -> int:
+def code_of(act: Callable[[], None], *blocking: Any) -> int:
     """Fork while other threads hold these locks; do it in the child and return its exit code, or that of a kill."""
     let_go, holding = threading.Event(), threading.Semaphore(0)
 
@@ -401,7 +401,7 @@ def code_of(act: Callable[[], None], *held: Any) -> int:
             holding.release()
             let_go.wait(LIMIT_S)
 
-    threads = [threading.Thread(target=hold, args=(lock,), daemon=True) for lock in held]
+    threads = [threading.Thread(target=hold, args=(lock,), daemon=True) for lock in blocking]
     for thread in threads:
         thread.start()
     assert all(holding.acquire(timeout=LIMIT_S) for _ in threads)
@@ -430,13 +430,13 @@ def test_a_fork_while_any_lock_is_held_leaves_a_child_that_can_be_a_rank(flight_
         assert parent.session.writer is not None
         written.append(parent.session.writer)
         train(2)
-        found = locks()
-        assert len(found) >= 15
-        assert any(isinstance(place.owner, type(sys)) for place in found)
+        places = locks()
+        assert len(places) >= 15
+        assert any(isinstance(place.owner, type(sys)) for place in places)
         handlers = [handler.lock for handler in logging.getLogger().handlers if handler.lock is not None]
-        held = {id(lock): lock for place in found for lock in [getattr(place.owner, place.attribute)]}
-        if code_of(be_a_rank, *held.values(), *handlers):
-            stuck = [str(place) for place in found if code_of(be_a_rank, getattr(place.owner, place.attribute))]
+        by_id = {id(lock): lock for place in places for lock in [getattr(place.owner, place.attribute)]}
+        if code_of(be_a_rank, *by_id.values(), *handlers):
+            stuck = [str(place) for place in places if code_of(be_a_rank, getattr(place.owner, place.attribute))]
             pytest.fail(f"a child waits for {stuck or 'several of them'}")
         assert len(parent.steps()) == 2
         assert parent.frames("test") == []

@@ -133,8 +133,8 @@ def page(flight_dir: Path) -> Iterator[Service]:
 
 def reasons(page: Service) -> dict[str, float]:
     """The way a rank ended: one series."""
-    known = ("finished", "exception", "exit_code", "interrupted", "lost", "out_of_memory")
-    values = {reason: page.value("torchobs_rank_exit", reason=reason) for reason in known}
+    names = ("finished", "exception", "exit_code", "interrupted", "lost", "out_of_memory")
+    values = {reason: page.value("torchobs_rank_exit", reason=reason) for reason in names}
     return {reason: value for reason, value in values.items() if value is not None}
 
 
