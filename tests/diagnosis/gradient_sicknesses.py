@@ -21,11 +21,14 @@ def burst(setup: Setup, chance: random.Random) -> Verdict:
     index = chance.randrange(len(training.body))
     module: nn.Module = training.body[index].linear  # type: ignore[assignment]
 
+    def norm(gradients: list[torch.Tensor]) -> float:
+        return math.hypot(*(float(gradient.norm()) for gradient in gradients))
+
     def grow() -> None:
-        own = [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
+        gradients = [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
         every = [parameter.grad for parameter in training.models[training.main].parameters() if parameter.grad is not None]
-        part = math.hypot(*(float(one.norm()) for one in own)) / math.hypot(*(float(one.norm()) for one in every))
-        for gradient in own:
+        part = norm(gradients) / norm(every)
+        for gradient in gradients:
             gradient.mul_(factor / max(part, 1e-6))
 
     def before(number: int) -> None:
@@ -130,10 +133,10 @@ def cut(setup: Setup, chance: random.Random) -> Verdict:
 
 
 def _unmoved(training: Training, observed: Observed, at: int, index: int, *, next_too: bool = False) -> Verdict:
-    told = observed.events(catalog.EVENT_UNMOVED_LAYERS, at)
-    if not told:
+    facts = observed.events(catalog.EVENT_UNMOVED_LAYERS, at)
+    if not facts:
         return Verdict(found=False, note=notes(observed))
-    fact = told[0]
+    fact = facts[0]
     place = fact.text("at")
     near = of_block(training, place, index) or (
         (next_too or fact.text("cause") == "dead_units") and (of_block(training, place, index + 1) or "head" in place)

@@ -19,10 +19,11 @@ STEPS = 240
 Run = Callable[[Look, random.Random], None]
 
 
-def _training(chance: random.Random, **given: Any) -> Training:
-    training = given.pop("training", chance.choice(("mlp", "cnn", "rnn", "gpt", "diffusion")))
-    optimizer = given.pop("optimizer", chance.choice(("sgd", "adamw", "fused")))
-    return build(Setup(training, optimizer, given.pop("precision", "float32"), compiled=False, seed=chance.randrange(1 << 30)))
+def _training(chance: random.Random, **settings: Any) -> Training:
+    training = settings.pop("training", chance.choice(("mlp", "cnn", "rnn", "gpt", "diffusion")))
+    optimizer = settings.pop("optimizer", chance.choice(("sgd", "adamw", "fused")))
+    precision = settings.pop("precision", "float32")
+    return build(Setup(training, optimizer, precision, compiled=False, seed=chance.randrange(1 << 30)))
 
 
 def _fit(look: Look, training: Training, steps: int, before: Callable[[int], Any] | None = None) -> None:

@@ -28,35 +28,35 @@ def _cut_off(training: Training, cut: Callable[[torch.Tensor], torch.Tensor], *,
 
     def compute(x: Any) -> torch.Tensor:
         with torch.set_grad_enabled(not without_grad):
-            made = loss(x)
-        return cut(made)
+            result = loss(x)
+        return cut(result)
 
     training.losses[training.main] = compute
 
 
 def _built(setup: Setup, steps: int, plant: Callable[[Training], object]) -> tuple[Training, Observed]:
     """Train what is built, and made sick, in the session: models that were there before are known after a second only."""
-    made = list[Training]()
+    trainings = list[Training]()
 
     def run(look: Look) -> None:
-        made.append(build(setup))
-        plant(made[0])
+        trainings.append(build(setup))
+        plant(trainings[0])
         for _ in range(steps):
-            made[0].step()
+            trainings[0].step()
             look.stepped()
 
     observed = observe(run)
-    return made[0], observed
+    return trainings[0], observed
 
 
 def detached(setup: Setup, chance: random.Random) -> Verdict:
     """The loss is cut off from the model, from the first step on."""
     cut, without_grad = chance.choice(CUTS), chance.random() < 0.3
-    training, observed = _built(setup, 120, lambda made: _cut_off(made, cut, without_grad=without_grad))
-    told, layers = observed.events(catalog.EVENT_UNMOVED_LAYERS, cause="no_gradient"), _layers(training)
-    named = [name.removeprefix("Critic.") for name in told[0].texts("layers")] if told else []
-    right = bool(named) and set(layers).issuperset(named) and told[0].count("layers_affected") == len(layers)
-    return Verdict("unmoved_layers" in observed.kinds(), right, told[0].step if told else None, notes(observed))
+    training, observed = _built(setup, 120, lambda built: _cut_off(built, cut, without_grad=without_grad))
+    facts, layers = observed.events(catalog.EVENT_UNMOVED_LAYERS, cause="no_gradient"), _layers(training)
+    named = [name.removeprefix("Critic.") for name in facts[0].texts("layers")] if facts else []
+    right = bool(named) and set(layers).issuperset(named) and facts[0].count("layers_affected") == len(layers)
+    return Verdict("unmoved_layers" in observed.kinds(), right, facts[0].step if facts else None, notes(observed))
 
 
 def _layers(training: Training) -> list[str]:
@@ -75,9 +75,9 @@ def other_model(setup: Setup, chance: random.Random) -> Verdict:
         training.optimizers[training.main] = OPTIMIZERS[setup.optimizer](kept[0].parameters(), rate)
 
     training, observed = _built(setup, 120, plant)
-    told = observed.events(catalog.EVENT_UNMOVED_LAYERS, cause="no_gradient")
-    right = bool(told) and told[0].count("layers_affected") == len(_layers(training))
-    return Verdict("unmoved_layers" in observed.kinds(), right, told[0].step if told else None, notes(observed))
+    facts = observed.events(catalog.EVENT_UNMOVED_LAYERS, cause="no_gradient")
+    right = bool(facts) and facts[0].count("layers_affected") == len(_layers(training))
+    return Verdict("unmoved_layers" in observed.kinds(), right, facts[0].step if facts else None, notes(observed))
 
 
 def part_detached(setup: Setup, chance: random.Random) -> Verdict:
@@ -86,15 +86,15 @@ def part_detached(setup: Setup, chance: random.Random) -> Verdict:
 
     def plant(training: Training) -> None:
         places.append(chance.randrange(len(training.body)))
-        training.body[places[0]].register_forward_pre_hook(lambda _, given: (given[0].detach(), *given[1:]))
+        training.body[places[0]].register_forward_pre_hook(lambda _, inputs: (inputs[0].detach(), *inputs[1:]))
 
     training, observed = _built(setup, 200, plant)
-    told, layers = observed.events(catalog.EVENT_UNMOVED_LAYERS, cause="unused"), _layers(training)
+    facts, layers = observed.events(catalog.EVENT_UNMOVED_LAYERS, cause="unused"), _layers(training)
     before = tuple(f"blocks.{index}." for index in range(places[0]))
     names = [name for name in layers if f"{name}.".startswith(("stem.", *before))]
-    named = [name.removeprefix("Critic.") for name in told[0].texts("layers")] if told else []
-    right = bool(told) and named == names[:8] and told[0].count("layers_affected") == len(names)
-    return Verdict(bool(told), right, told[0].step if told else None, f"before {places}: {named} {notes(observed)}")
+    named = [name.removeprefix("Critic.") for name in facts[0].texts("layers")] if facts else []
+    right = bool(facts) and named == names[:8] and facts[0].count("layers_affected") == len(names)
+    return Verdict(bool(facts), right, facts[0].step if facts else None, f"before {places}: {named} {notes(observed)}")
 
 
 def given_to_none(setup: Setup, chance: random.Random) -> Verdict:
@@ -106,11 +106,11 @@ def given_to_none(setup: Setup, chance: random.Random) -> Verdict:
         training.optimizers[training.main] = OPTIMIZERS[setup.optimizer](model.head.parameters(), rate)  # type: ignore[union-attr]
 
     training, observed = _built(setup, 400, plant)
-    told, model = observed.events(catalog.EVENT_LEFT_OUT_PARAMETERS), training.models[training.main]
+    facts, model = observed.events(catalog.EVENT_LEFT_OUT_PARAMETERS), training.models[training.main]
     names = [name for name, _ in model.named_parameters() if not name.startswith("head.")]
-    right = bool(told) and set(names).issuperset(name.removeprefix("Critic.") for name in told[0].texts("parameters"))
-    right = right and told[0].count("parameters_affected") == len(names)
-    return Verdict(bool(observed.text("left_out")), right, told[0].step if told else None, notes(observed))
+    right = bool(facts) and set(names).issuperset(name.removeprefix("Critic.") for name in facts[0].texts("parameters"))
+    right = right and facts[0].count("parameters_affected") == len(names)
+    return Verdict(bool(observed.text("left_out")), right, facts[0].step if facts else None, notes(observed))
 
 
 def keeping(setup: Setup, chance: random.Random) -> Verdict:
@@ -122,15 +122,15 @@ def keeping(setup: Setup, chance: random.Random) -> Verdict:
         loss: Loss = training.losses[training.main]
 
         def compute(x: Any) -> torch.Tensor:
-            made = loss(x)
+            result = loss(x)
             if in_list:
-                kept.append(made)
+                kept.append(result)
             else:
-                total[:] = [total[0] + made if total else made]
-            return made
+                total[:] = [total[0] + result if total else result]
+            return result
 
         training.losses[training.main] = compute
 
     _, observed = _built(setup, 200, plant)
-    told = observed.events(catalog.EVENT_LOOP_MISTAKE, kind="losses_kept")
-    return Verdict("losses_kept" in observed.kinds(), None, told[0].step if told else None, notes(observed))
+    facts = observed.events(catalog.EVENT_LOOP_MISTAKE, kind="losses_kept")
+    return Verdict("losses_kept" in observed.kinds(), None, facts[0].step if facts else None, notes(observed))

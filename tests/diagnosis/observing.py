@@ -44,7 +44,7 @@ QUIET = {
 def stem(kind: str) -> str:
     """What kinds of findings have in common that are of one subject."""
     stems = ("nonfinite_origin", "nonfinite_loss", "unmoved_layers")
-    return next((one for one in stems if kind.startswith(one)), kind)
+    return next((name for name in stems if kind.startswith(name)), kind)
 
 
 @dataclass
@@ -58,8 +58,8 @@ class Observed:
     @property
     def findings(self) -> list[Finding]:
         """All findings that are worth a look, of every rank."""
-        told = [*self.diagnosis.together, *(finding for rank in self.diagnosis.by_rank for finding in rank)]
-        return [finding for finding in told if finding.severity != INFO]
+        findings = [*self.diagnosis.together, *(finding for rank in self.diagnosis.by_rank for finding in rank)]
+        return [finding for finding in findings if finding.severity != INFO]
 
     def kinds(self) -> set[str]:
         """The kinds of these findings."""
@@ -67,8 +67,8 @@ class Observed:
 
     def text(self, *kinds: str) -> str:
         """What the findings of some kinds say, those that are for information alone included."""
-        told = [*self.diagnosis.together, *(finding for rank in self.diagnosis.by_rank for finding in rank)]
-        return " ".join(finding.long for finding in told if stem(finding.kind) in kinds)
+        findings = [*self.diagnosis.together, *(finding for rank in self.diagnosis.by_rank for finding in rank)]
+        return " ".join(finding.long for finding in findings if stem(finding.kind) in kinds)
 
     def events(self, event: catalog.Event, since: int = 0, **attributes: object) -> list[Event]:
         """The events of that name from a step on whose attributes are these."""
@@ -79,13 +79,13 @@ class Observed:
 
     def said(self) -> list[str]:
         """Everything that a healthy run has none of."""
-        told = [
+        facts = [
             f"{fact.name} in step {fact.step}: {dict(fact.attributes)}"
             for report in self.reports
             for fact in report.events
             if fact.name in QUIET and fact.text("cause") != "unused"
         ]
-        return [*told, *(f"{finding.kind}: {finding.long}" for finding in self.findings), *self.errors]
+        return [*facts, *(f"{finding.kind}: {finding.long}" for finding in self.findings), *self.errors]
 
 
 class Enough(Exception):  # noqa: N818  # it is no error
@@ -142,24 +142,26 @@ def fed_clock() -> Iterator[FedClock]:
     for name in ("torchobs.probes", "torchobs.runtime.session"):  # init() would import them with the clock they have
         importlib.import_module(name)
     clock, undo = FedClock(), list[Callable[[], None]]()
-    own = {getattr(time, name): getattr(clock, name) for name in _CLOCKS}
+    replacements = {getattr(time, name): getattr(clock, name) for name in _CLOCKS}
     proxy: Any = types.SimpleNamespace(**{**vars(time), **{name: getattr(clock, name) for name in _CLOCKS}})
     for module in [module for name, module in sys.modules.items() if name.startswith("torchobs.") and module is not None]:
         for name, value in list(vars(module).items()):
-            fed = proxy if value is time else own.get(value) if isinstance(value, types.BuiltinFunctionType) else None
+            fed = proxy if value is time else replacements.get(value) if isinstance(value, types.BuiltinFunctionType) else None
             if fed is not None:
                 setattr(module, name, fed)
                 undo.append(lambda module=module, name=name, value=value: setattr(module, name, value))  # type: ignore[misc]
             init = vars(value).get("__init__") if isinstance(value, type) and value.__module__ == module.__name__ else None
             defaults = getattr(init, "__defaults__", None)
-            if init is not None and defaults and any(isinstance(each, types.BuiltinFunctionType) for each in defaults):
-                init.__defaults__ = tuple(own.get(each, each) if callable(each) else each for each in defaults)
+            if init is not None and defaults and any(isinstance(default, types.BuiltinFunctionType) for default in defaults):
+                init.__defaults__ = tuple(
+                    replacements.get(default, default) if callable(default) else default for default in defaults
+                )
                 undo.append(lambda init=init, defaults=defaults: setattr(init, "__defaults__", defaults))  # type: ignore[misc]
     try:
         yield clock
     finally:
-        for each in undo:
-            each()
+        for restore in undo:
+            restore()
 
 
 def observe(train: Callable[[Look], None], *, fed: bool = False, most: int | None = None, **settings: object) -> Observed:

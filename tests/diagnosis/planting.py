@@ -57,8 +57,8 @@ def of_block(training: Training, name: str, index: int) -> bool:
 
 def first_anomaly(observed: Observed, since: int, *kinds: str) -> Any:
     """The first anomaly of one of these kinds since a step; ``None`` if there is none."""
-    told = [fact for fact in observed.events(catalog.EVENT_ANOMALY, since) if fact.text("kind") in kinds]
-    return min(told, key=lambda fact: fact.step or 0, default=None)
+    facts = [fact for fact in observed.events(catalog.EVENT_ANOMALY, since) if fact.text("kind") in kinds]
+    return min(facts, key=lambda fact: fact.step or 0, default=None)
 
 
 def notes(observed: Observed) -> str:

@@ -137,8 +137,8 @@ class Block(Sickly):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``(..., width)`` to the same."""
-        made: torch.Tensor = self.activation(self.linear(self.ail(x)))
-        return x + made if self.residual else made
+        out: torch.Tensor = self.activation(self.linear(self.ail(x)))
+        return x + out if self.residual else out
 
 
 class ConvolutionBlock(Sickly):
@@ -151,8 +151,8 @@ class ConvolutionBlock(Sickly):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``(N, width, H, W)`` to the same."""
-        made: torch.Tensor = self.activation(self.norm(self.ail(self.linear(x))))
-        return x + made if self.residual else made
+        out: torch.Tensor = self.activation(self.norm(self.ail(self.linear(x))))
+        return x + out if self.residual else out
 
 
 class RecurrentBlock(Sickly):
@@ -254,8 +254,8 @@ def _rnn(chance: random.Random) -> Training:
         return functional.mse_loss(model(x[:, :-1]).float(), x[:, 1:])
 
     def batch() -> torch.Tensor:
-        made: torch.Tensor = torch.randn(size, length, 5).cumsum(1) / length**0.5
-        return made
+        walks: torch.Tensor = torch.randn(size, length, 5).cumsum(1) / length**0.5
+        return walks
 
     return Training({"model": model}, {"model": loss}, batch, body=model.blocks, body_name="blocks")
 
@@ -285,8 +285,8 @@ def _gan(chance: random.Random) -> Training:
     generator, critic = _perceptron(chance, Generator, wide, wide), _perceptron(chance, Critic, wide, 1)
 
     def criticise(x: torch.Tensor) -> torch.Tensor:
-        made = generator(torch.randn_like(x)).detach()
-        return functional.softplus(critic(made).float()).mean() + functional.softplus(-critic(x).float()).mean()
+        samples = generator(torch.randn_like(x)).detach()
+        return functional.softplus(critic(samples).float()).mean() + functional.softplus(-critic(x).float()).mean()
 
     def generate(x: torch.Tensor) -> torch.Tensor:
         return functional.softplus(-critic(generator(torch.randn_like(x))).float()).mean()
@@ -350,6 +350,6 @@ def setup_of(
 
     Two players that both search lines never come to rest; L-BFGS is not scaled, for ``GradScaler`` refuses closures.
     """
-    optimizer = chance.choice([one for one in optimizers if training != "gan" or one != "lbfgs"])
-    precision = chance.choice([one for one in precisions if optimizer != "lbfgs" or one != "scaler"])
+    optimizer = chance.choice([name for name in optimizers if training != "gan" or name != "lbfgs"])
+    precision = chance.choice([name for name in precisions if optimizer != "lbfgs" or name != "scaler"])
     return Setup(training, optimizer, precision, compiled and chance.random() < 0.15, chance.randrange(1 << 30))

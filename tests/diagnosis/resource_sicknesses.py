@@ -28,13 +28,13 @@ def slowdown(setup: Setup, chance: random.Random) -> Verdict:
         slow = [False]
 
         def loss(x: torch.Tensor) -> torch.Tensor:
-            made = main(x)
+            result = main(x)
             clock.sleep(usual * chance.lognormvariate(0.0, noise))
             if slow[0] and phase == "forward":
                 clock.sleep(usual * factor * chance.lognormvariate(0.0, noise))
             if slow[0] and phase == "backward":
-                made.register_hook(lambda _: clock.sleep(usual * factor))  # type: ignore[no-untyped-call]
-            return made
+                result.register_hook(lambda _: clock.sleep(usual * factor))  # type: ignore[no-untyped-call]
+            return result
 
         training.losses[training.main] = loss
         for number in range(1, at + max(int(0.7 * at / (1 + factor)), math.ceil(12 / usual / (1 + factor)))):
@@ -86,8 +86,9 @@ def starvation(setup: Setup, chance: random.Random) -> Verdict:
             look.stepped()
 
     observed = observe(train, fed=True)
-    told = observed.events(catalog.EVENT_STARVED)
-    return Verdict(bool(told), None, (told[0].step or 0) - at if told else None, f"{usual:.2f} {share:.2f} {notes(observed)}")
+    facts = observed.events(catalog.EVENT_STARVED)
+    note = f"{usual:.2f} {share:.2f} {notes(observed)}"
+    return Verdict(bool(facts), None, (facts[0].step or 0) - at if facts else None, note)
 
 
 def leak(setup: Setup, chance: random.Random) -> Verdict:
@@ -125,9 +126,9 @@ def leak(setup: Setup, chance: random.Random) -> Verdict:
 
     observed = observe(train, fed=True, disable_probes="memory")
     kept.clear()
-    told = observed.events(catalog.EVENT_MEMORY_GROWTH)
-    if not told:
+    facts = observed.events(catalog.EVENT_MEMORY_GROWTH)
+    if not facts:
         return Verdict(found=False, note=f"{size / 1024:.0f} KiB {step_s:.2f} s {hours:.2f} h {notes(observed)}")
-    per_step = told[0].number("per_step") or 0.0
+    per_step = facts[0].number("per_step") or 0.0
     note = f"{size} {per_step} {hours:.2f} h"
-    return Verdict(found=True, culprit=math.isclose(per_step, size, rel_tol=0.3), steps=(told[0].step or 0) - at, note=note)
+    return Verdict(found=True, culprit=math.isclose(per_step, size, rel_tol=0.3), steps=(facts[0].step or 0) - at, note=note)

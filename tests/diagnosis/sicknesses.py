@@ -99,9 +99,9 @@ def skipping(setup: Setup, chance: random.Random) -> Verdict:
 
     observed = train(training, at + 60, before)
     found = bool(observed.kinds() & {"amp_skips", "amp_scale_collapsed"})
-    told = observed.events(catalog.EVENT_NONFINITE_ORIGIN, at)
-    right = bool(told) and of_block(training, told[0].text("module"), index) and told[0].text("operator") == "sqrt"
-    return Verdict(found, right, (told[0].step or 0) - at if told else None, notes(observed))
+    facts = observed.events(catalog.EVENT_NONFINITE_ORIGIN, at)
+    right = bool(facts) and of_block(training, facts[0].text("module"), index) and facts[0].text("operator") == "sqrt"
+    return Verdict(found, right, (facts[0].step or 0) - at if facts else None, notes(observed))
 
 
 def bad_batch(setup: Setup, chance: random.Random) -> Verdict:
@@ -134,8 +134,8 @@ def kept(setup: Setup, chance: random.Random) -> Verdict:
     for optimizer in training.optimizers.values():
         optimizer.zero_grad = _nothing  # type: ignore[method-assign]
     observed = train(training, 60, lambda _: None, grad_interval=chance.randrange(1, 5))
-    told = observed.events(catalog.EVENT_LOOP_MISTAKE)
-    return Verdict("gradients_kept" in observed.kinds(), None, told[0].step if told else None, notes(observed))
+    facts = observed.events(catalog.EVENT_LOOP_MISTAKE)
+    return Verdict("gradients_kept" in observed.kinds(), None, facts[0].step if facts else None, notes(observed))
 
 
 def evaluating(setup: Setup, chance: random.Random) -> Verdict:
@@ -151,8 +151,8 @@ def evaluating(setup: Setup, chance: random.Random) -> Verdict:
             look.stepped()
 
     observed = observe(forget)
-    told = observed.events(catalog.EVENT_LOOP_MISTAKE)
-    return Verdict("evaluation_mode" in observed.kinds(), None, (told[0].step or 0) - at if told else None, notes(observed))
+    facts = observed.events(catalog.EVENT_LOOP_MISTAKE)
+    return Verdict("evaluation_mode" in observed.kinds(), None, (facts[0].step or 0) - at if facts else None, notes(observed))
 
 
 def recompiles(setup: Setup, chance: random.Random) -> Verdict:
@@ -172,9 +172,9 @@ def recompiles(setup: Setup, chance: random.Random) -> Verdict:
         scale[0] = number - at if at < number < at + 7 else 1.0
 
     observed = train(training, at + 20, before)
-    told = observed.events(catalog.EVENT_RECOMPILE_STORM)
-    right = bool(told) and "sicknesses.py" in told[0].text("location")
-    return Verdict("recompile_storm" in observed.kinds(), right, (told[0].step or 0) - at if told else None, notes(observed))
+    facts = observed.events(catalog.EVENT_RECOMPILE_STORM)
+    right = bool(facts) and "sicknesses.py" in facts[0].text("location")
+    return Verdict("recompile_storm" in observed.kinds(), right, (facts[0].step or 0) - at if facts else None, notes(observed))
 
 
 def not_finite(setup: Setup, chance: random.Random, kind: str = "", last_start: int = 59) -> Verdict:
@@ -191,11 +191,11 @@ def not_finite(setup: Setup, chance: random.Random, kind: str = "", last_start: 
         return x
 
     observed = train(training, at + 2, before)
-    told = observed.events(catalog.EVENT_NONFINITE_ORIGIN)
-    found = bool(told) or bool(observed.events(catalog.EVENT_ANOMALY))
-    right = bool(told) and planted[0].is_told(told[0].attributes)
-    note = f"{kind} {planted[0]} {told[:1]} {notes(observed)}"
-    return Verdict(found, right, (told[0].step or 0) - at if told else None, note)
+    facts = observed.events(catalog.EVENT_NONFINITE_ORIGIN)
+    found = bool(facts) or bool(observed.events(catalog.EVENT_ANOMALY))
+    right = bool(facts) and planted[0].is_told(facts[0].attributes)
+    note = f"{kind} {planted[0]} {facts[:1]} {notes(observed)}"
+    return Verdict(found, right, (facts[0].step or 0) - at if facts else None, note)
 
 
 SICKNESSES: dict[str, Sickness] = {

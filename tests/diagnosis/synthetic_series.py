@@ -81,7 +81,7 @@ STEPS = 20_000
 
 def false_alarms(name: str, seed: int, steps: int = STEPS) -> Counter[str]:
     """Fold one healthy run with that series as loss, and as norm if it has one sign; return its anomalies by kind."""
-    chance, totals, found = random.Random(f"{name} {seed}"), Totals(bytearray(SIZE)), list[Anomaly]()
+    chance, totals, anomalies = random.Random(f"{name} {seed}"), Totals(bytearray(SIZE)), list[Anomaly]()
     losses = LOSSES[name](chance, steps)
     norms = NORMS[name](chance, steps) if name in NORMS else heavy_tailed(chance, steps)
     flags, records, phases = int(StepFlag.LOSS | StepFlag.GRAD_NORM), list[StepRecord](), (0.0,) * 9
@@ -92,6 +92,6 @@ def false_alarms(name: str, seed: int, steps: int = STEPS) -> Counter[str]:
             )
         )
         if len(records) >= _BATCH or number == steps:
-            fold(totals, records, found)
+            fold(totals, records, anomalies)
             records = []
-    return Counter(anomaly.kind for anomaly in found)
+    return Counter(anomaly.kind for anomaly in anomalies)

@@ -73,18 +73,19 @@ def main() -> int:
     parser.add_argument("--only", default="", help="part of the name of a sickness, or `healthy`")
     parser.add_argument("--processes", type=int, default=2, help="[%(default)s]")
     parser.add_argument("--write", action="store_true", help=f"write the table into {PAGE.name}")
-    given = parser.parse_args()
-    if given.write and given.only:
+    options = parser.parse_args()
+    if options.write and options.only:
         parser.error("the page has the table of all")
-    seeds = range(given.first, given.first + given.seeds)
-    planted = [(name, seed) for name in SICKNESSES if given.only.lower() in name.lower() for seed in seeds]
-    well = [(name, seed) for name in HEALTHY for seed in seeds[: max(1, given.seeds // 5)]] if given.only in "healthy" else []
+    seeds = range(options.first, options.first + options.seeds)
+    planted = [(name, seed) for name in SICKNESSES if options.only.lower() in name.lower() for seed in seeds]
+    kinds = HEALTHY if options.only in "healthy" else ()
+    well = [(name, seed) for name in kinds for seed in seeds[: max(1, options.seeds // 5)]]
     with concurrent.futures.ProcessPoolExecutor(
-        given.processes, multiprocessing.get_context("spawn"), initializer=_start
+        options.processes, multiprocessing.get_context("spawn"), initializer=_start
     ) as pool:
         started = [pool.submit(sick, name, seed) for name, seed in planted]
         trained = [pool.submit(healthy, name, seed) for name, seed in well]
-        results, quiet = [each.result() for each in started], [each.result() for each in trained]
+        results, quiet = [task.result() for task in started], [task.result() for task in trained]
     table = rows(results)
     said = [(name, told) for name, _, told in quiet if told]
     steps = sum(count for _, count, _ in quiet)
@@ -97,7 +98,7 @@ def main() -> int:
             print(f"missed: {note}", file=sys.stderr)  # noqa: T201
     for name, told in said:
         print(f"cried wolf: {name}: {told}", file=sys.stderr)  # noqa: T201
-    if given.write:
+    if options.write:
         head, _, rest = PAGE.read_text().partition(BEGIN)
         PAGE.write_text("\n".join([head + BEGIN.rstrip(), *table, "", summary, END.rstrip()]) + "\n" + rest.partition(END)[2])
     return int(bool(said) or not enough(results))

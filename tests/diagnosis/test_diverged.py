@@ -29,12 +29,12 @@ def contrast(make: Callable[[Any], torch.optim.Optimizer]) -> Callable[[Look], N
         optimizer = make(query.parameters())
         for number in range(100):
             batch = torch.randn(BATCH, WIDTH) + 3.0
-            found = functional.normalize(query(batch + 0.1 * torch.randn_like(batch)), dim=1)
+            queries = functional.normalize(query(batch + 0.1 * torch.randn_like(batch)), dim=1)
             with torch.no_grad():
                 for slow, fast in zip(key.parameters(), query.parameters(), strict=True):
                     slow.lerp_(fast, 0.01)
                 keys = functional.normalize(key(batch + 0.1 * torch.randn_like(batch)), dim=1)
-            alike = torch.cat([(found * keys).sum(1, keepdim=True), found @ queue.T], 1) / TEMPERATURE
+            alike = torch.cat([(queries * keys).sum(1, keepdim=True), queries @ queue.T], 1) / TEMPERATURE
             loss: Any = functional.cross_entropy(alike, torch.zeros(BATCH, dtype=torch.long), reduction="sum")
             optimizer.zero_grad()
             loss.backward()
@@ -48,7 +48,7 @@ def contrast(make: Callable[[Any], torch.optim.Optimizer]) -> Callable[[Look], N
 
 @pytest.mark.parametrize(
     "make",
-    [lambda given: torch.optim.SGD(given, 1e-3, momentum=0.9), lambda given: torch.optim.Adam(given, 1e-3)],
+    [lambda parameters: torch.optim.SGD(parameters, 1e-3, momentum=0.9), lambda parameters: torch.optim.Adam(parameters, 1e-3)],
     ids=["SGD", "Adam"],
 )
 def test_a_loss_that_rises_as_a_queue_fills_has_not_diverged(make: Any) -> None:

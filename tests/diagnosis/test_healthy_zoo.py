@@ -32,7 +32,7 @@ def _descend(optimizer: torch.optim.Optimizer, loss: torch.Tensor, clip: float |
     optimizer.zero_grad()
     torch.autograd.backward(loss)
     if clip is not None:
-        nn.utils.clip_grad_norm_([each for group in optimizer.param_groups for each in group["params"]], clip)
+        nn.utils.clip_grad_norm_([parameter for group in optimizer.param_groups for parameter in group["params"]], clip)
     optimizer.step()
 
 
@@ -139,8 +139,8 @@ def distillation(look: Look) -> None:
         x, y = _digits(32)
         with torch.no_grad():
             soft = (teacher(x) / 4).softmax(1)
-        made = student(x)
-        loss = 16 * F.kl_div((made / 4).log_softmax(1), soft, reduction="batchmean") + 0.5 * F.cross_entropy(made, y)
+        logits = student(x)
+        loss = 16 * F.kl_div((logits / 4).log_softmax(1), soft, reduction="batchmean") + 0.5 * F.cross_entropy(logits, y)
         _step(look, optimizer, loss)
 
 
@@ -148,16 +148,16 @@ def folds(look: Look) -> None:
     """Cross-validation: five models, one after the other, each evaluated after every epoch."""
     data, labels = _moons(200, 0.25)
     for fold in range(5):
-        held = torch.arange(200) % 5 == fold
+        held_out = torch.arange(200) % 5 == fold
         model = _mlp(2, 32, 32, 2)
         optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
         for _epoch in range(20):
             model.train()
             for part in torch.randperm(160).view(-1, 32):
-                _step(look, optimizer, F.cross_entropy(model(data[~held][part]), labels[~held][part]))
+                _step(look, optimizer, F.cross_entropy(model(data[~held_out][part]), labels[~held_out][part]))
             model.eval()
             with torch.no_grad():
-                F.cross_entropy(model(data[held]), labels[held])
+                F.cross_entropy(model(data[held_out]), labels[held_out])
 
 
 def wasserstein_gan(look: Look) -> None:
@@ -199,9 +199,9 @@ def actor_critic(look: Look) -> None:
         with torch.no_grad():
             goal = value(body(state)).squeeze(1)
         loss = -0.01 * spread / 5
-        for reward, on, log, seen in zip(reversed(rewards), reversed(alive), reversed(logs), reversed(states), strict=True):
+        for reward, on, log, visited in zip(reversed(rewards), reversed(alive), reversed(logs), reversed(states), strict=True):
             goal = reward + 0.99 * on * goal
-            advantage = goal - value(body(seen)).squeeze(1)
+            advantage = goal - value(body(visited)).squeeze(1)
             loss = loss + (-log * advantage.detach() + 0.5 * advantage.square()).mean() / 5
         _step(look, optimizer, loss, clip=0.5)
 
@@ -244,7 +244,7 @@ def averaged_weights(look: Look) -> None:
 
 def meta_learning(look: Look) -> None:
     """MAML on sines: two inner steps whose graph is kept, for each of four tasks."""
-    weights = [torch.nn.Parameter(each.detach().clone()) for each in _mlp(1, 24, 24, 1).parameters()]
+    weights = [torch.nn.Parameter(weight.detach().clone()) for weight in _mlp(1, 24, 24, 1).parameters()]
     optimizer = torch.optim.Adam(weights, lr=1e-3)
 
     def net(x: torch.Tensor, with_: list[Any]) -> torch.Tensor:
@@ -260,7 +260,7 @@ def meta_learning(look: Look) -> None:
             for _ in range(2):
                 inner = F.mse_loss(net(x[:10], fast), y[:10])
                 slopes = torch.autograd.grad(inner, fast, create_graph=True)
-                fast = [each - 0.01 * slope for each, slope in zip(fast, slopes, strict=True)]
+                fast = [weight - 0.01 * slope for weight, slope in zip(fast, slopes, strict=True)]
             total = total + F.mse_loss(net(x[10:], fast), y[10:]) / 4
         _step(look, optimizer, total)
 
@@ -272,10 +272,10 @@ def variational_autoencoder(look: Look) -> None:
     for step in range(STEPS):
         x = _digits(32)[0].flatten(1)
         mean, log_variance = encoder(x).chunk(2, 1)
-        made = decoder(mean + torch.randn_like(mean) * (log_variance / 2).exp())
+        out = decoder(mean + torch.randn_like(mean) * (log_variance / 2).exp())
         divergence = 0.5 * (log_variance.exp() + mean.square() - 1 - log_variance).sum(1).mean()
         weight = min(1.0, step % 125 / 60)
-        _step(look, optimizer, F.mse_loss(made, x, reduction="sum") / len(x) + weight * divergence)
+        _step(look, optimizer, F.mse_loss(out, x, reduction="sum") / len(x) + weight * divergence)
 
 
 def recurrent_language_model(look: Look) -> None:
@@ -287,9 +287,9 @@ def recurrent_language_model(look: Look) -> None:
         if step and step % 25 == 0:
             text, state = _sequences(16, 25 * 12 + 1), None
         at = 12 * (step % 25)
-        made, state = body(words(text[:, at : at + 12]), state)
+        out, state = body(words(text[:, at : at + 12]), state)
         state = (state[0].detach(), state[1].detach())
-        loss = F.cross_entropy(head(made).flatten(0, 1), text[:, at + 1 : at + 13].flatten())
+        loss = F.cross_entropy(head(out).flatten(0, 1), text[:, at + 1 : at + 13].flatten())
         _step(look, optimizer, loss, clip=0.25)
 
 
@@ -354,7 +354,7 @@ def low_rank_adapters(look: Look) -> None:
     words.requires_grad_(requires_grad=False)
     first, second = LowRank(inner), LowRank(outer)
     optimizer = torch.optim.AdamW(
-        [each for part in (first, second) for each in part.parameters() if each.requires_grad], lr=5e-3
+        [parameter for part in (first, second) for parameter in part.parameters() if parameter.requires_grad], lr=5e-3
     )
     for _ in range(STEPS - 200):
         text = 15 - _sequences(16, 9)
@@ -366,14 +366,14 @@ def mean_teacher(look: Look) -> None:
     student = _mlp(2, 32, 32, 2)
     teacher = copy.deepcopy(student).requires_grad_(requires_grad=False)
     optimizer = torch.optim.Adam(student.parameters(), lr=3e-3)
-    known, labels = _moons(8)
+    samples, labels = _moons(8)
     for step in range(STEPS):
         x, _ = _moons(64)
         with torch.no_grad():
             goal = teacher(x + 0.1 * torch.randn_like(x)).softmax(1)
         agrees = F.mse_loss(student(x + 0.1 * torch.randn_like(x)).softmax(1), goal)
         weight = 20 * math.exp(-5 * (1 - min(1.0, step / 200)) ** 2)
-        _descend(optimizer, F.cross_entropy(student(known), labels) + weight * agrees)
+        _descend(optimizer, F.cross_entropy(student(samples), labels) + weight * agrees)
         with torch.no_grad():
             for mine, other in zip(teacher.parameters(), student.parameters(), strict=True):
                 mine.lerp_(other, 0.01)
@@ -387,11 +387,11 @@ def self_distillation(look: Look) -> None:
     optimizer = torch.optim.SGD([*online.parameters(), *predictor.parameters()], lr=0.05, momentum=0.9)
     for _ in range(STEPS):
         x = _digits(32)[0].flatten(1)
-        one, two = x + 0.3 * torch.randn_like(x), x + 0.3 * torch.randn_like(x)
+        first, second = x + 0.3 * torch.randn_like(x), x + 0.3 * torch.randn_like(x)
         with torch.no_grad():
-            goals = target(two), target(one)
+            goals = target(second), target(first)
         alike = [
-            F.cosine_similarity(predictor(online(view)), goal).mean() for view, goal in zip((one, two), goals, strict=True)
+            F.cosine_similarity(predictor(online(view)), goal).mean() for view, goal in zip((first, second), goals, strict=True)
         ]
         _descend(optimizer, 4 - 2 * sum(alike, torch.zeros(())))
         with torch.no_grad():
@@ -426,12 +426,12 @@ def sequence_to_sequence(look: Look) -> None:
     for step in range(STEPS):
         text = torch.randint(0, 16, (24, 4))
         state = encoder(words(text))[1][0]
-        given, losses = torch.full((24,), 16), []
+        word, losses = torch.full((24,), 16), []
         for goal in text.flip(1).unbind(1):
-            state = decoder(words(given), state)
-            made = head(state)
-            losses.append(F.cross_entropy(made, goal))
-            given = made.argmax(1) if random.random() < step / STEPS else goal
+            state = decoder(words(word), state)
+            logits = head(state)
+            losses.append(F.cross_entropy(logits, goal))
+            word = logits.argmax(1) if random.random() < step / STEPS else goal
         _step(look, optimizer, torch.stack(losses).mean(), clip=1.0)
 
 
@@ -511,9 +511,9 @@ def speech(look: Look) -> None:
     for _ in range(STEPS):
         labels = torch.randint(1, 9, (12, 4))
         frames = shown[labels.repeat_interleave(4, dim=1)] + 0.5 * torch.randn(12, 16, 12)
-        made = head(body(frames)[0]).log_softmax(2).transpose(0, 1)
+        scores = head(body(frames)[0]).log_softmax(2).transpose(0, 1)
         lengths = torch.full((12,), 16), torch.full((12,), 4)
-        _step(look, optimizer, F.ctc_loss(made, labels, *lengths, zero_infinity=True), clip=5.0)
+        _step(look, optimizer, F.ctc_loss(scores, labels, *lengths, zero_infinity=True), clip=5.0)
 
 
 def energies(look: Look) -> None:
@@ -529,8 +529,8 @@ def energies(look: Look) -> None:
             (slope,) = torch.autograd.grad(model(x).sum(), x)
             x = (x - 0.1 * slope + 0.05 * torch.randn_like(x)).detach().clamp(-3, 3)
         kept[chosen] = x
-        real, made = model(_moons(32)[0]), model(x)
-        _step(look, optimizer, (real - made).mean() + 0.1 * (real.square() + made.square()).mean(), clip=1.0)
+        real, fake = model(_moons(32)[0]), model(x)
+        _step(look, optimizer, (real - fake).mean() + 0.1 * (real.square() + fake.square()).mean(), clip=1.0)
 
 
 def vector_quantisation(look: Look) -> None:
@@ -541,9 +541,9 @@ def vector_quantisation(look: Look) -> None:
         x = _digits(32)[0].flatten(1)
         z = encoder(x)
         near = codes(torch.cdist(z, codes.weight).argmin(1))
-        made = decoder(z + (near - z).detach())
+        out = decoder(z + (near - z).detach())
         commitment = F.mse_loss(near, z.detach()) + 0.25 * F.mse_loss(z, near.detach())
-        _step(look, optimizer, F.mse_loss(made, x) + commitment)
+        _step(look, optimizer, F.mse_loss(out, x) + commitment)
 
 
 def differential_equation(look: Look) -> None:
@@ -585,7 +585,7 @@ def continual_learning(look: Look) -> None:
 def early_stopping(look: Look) -> None:
     """The best weights are taken back, and the rate is lowered, whenever the validation has not improved for three epochs."""
     data, labels = _moons(96, 0.4)
-    held, truth = _moons(96, 0.4)
+    held_out, truth = _moons(96, 0.4)
     model = _mlp(2, 48, 48, 2)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     best, kept, bad = math.inf, copy.deepcopy(model.state_dict()), 0
@@ -593,7 +593,7 @@ def early_stopping(look: Look) -> None:
         for part in torch.randperm(96).view(-1, 24):
             _step(look, optimizer, F.cross_entropy(model(data[part]), labels[part]))
         with torch.no_grad():
-            loss = float(F.cross_entropy(model(held), truth))
+            loss = float(F.cross_entropy(model(held_out), truth))
         best, kept, bad = (loss, copy.deepcopy(model.state_dict()), 0) if loss < best else (best, kept, bad + 1)
         if bad > 3:
             model.load_state_dict(kept)
@@ -620,8 +620,8 @@ def deep_q_learning(look: Look) -> None:
         states, actions, rewards, after, on = zip(*random.sample(buffer, 32), strict=True)
         with torch.no_grad():
             goal = torch.tensor(rewards) + 0.95 * torch.tensor(on) * target(torch.stack(after)).max(1).values
-        made = net(torch.stack(states)).gather(1, torch.tensor(actions)[:, None]).squeeze(1)
-        _descend(optimizer, F.smooth_l1_loss(made, goal), clip=10.0)
+        values = net(torch.stack(states)).gather(1, torch.tensor(actions)[:, None]).squeeze(1)
+        _descend(optimizer, F.smooth_l1_loss(values, goal), clip=10.0)
         if step % 100 == 0:
             target.load_state_dict(net.state_dict())
         look.stepped()
@@ -648,7 +648,7 @@ def sharpness_aware(look: Look) -> None:
     for _ in range(STEPS):
         x, y = _digits(24)
         torch.autograd.backward(F.cross_entropy(model(x), y))
-        slopes = [each.grad for each in model.parameters() if each.grad is not None]
+        slopes = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
         scale = 0.05 / (math.hypot(*(float(slope.norm()) for slope in slopes)) + 1e-12)
         moves = [scale * slope for slope in slopes]
         with torch.no_grad():
@@ -682,7 +682,7 @@ EARLY = 240
 
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step\\(\\)` before:UserWarning")
-@pytest.mark.parametrize("train", TRAININGS, ids=lambda each: each.__name__)
+@pytest.mark.parametrize("train", TRAININGS, ids=lambda loop: loop.__name__)
 def test_nothing_is_said_of_a_healthy_training(train: Train, pytestconfig: pytest.Config) -> None:
     """No event of a sickness and no finding worth a look, with the gradient's norm in each step.
 

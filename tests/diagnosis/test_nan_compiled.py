@@ -104,16 +104,16 @@ def begins(function: Any) -> str:
 def test_a_compiled_model_is_named_with_its_line(run: Recording, way: str) -> None:
     """Promise: where its ``forward`` begins, in the step of the NaN, and that ``trace_nan`` names the operator."""
     train(*made(way), "log")
-    found, sentence = told(run)
-    assert (found["step"], found["origin"], found["module"]) == (AT, "unknown", "Net")
+    origin, sentence = told(run)
+    assert (origin["step"], origin["origin"], origin["module"]) == (AT, "unknown", "Net")
     assert sentence == f"The NaN or infinity appeared inside compiled region Net ({begins(Net.forward)}). {RUN_TRACE}"
 
 
 def test_of_several_regions_none_is_blamed_for_a_later_one(run: Recording) -> None:
     """Promise: what comes out of a region that another one is given is not known, and that is said."""
     train(*made("blocks"), "log")
-    found, sentence = told(run)
-    assert (found["step"], found["origin"], found["module"]) == (AT, "unknown", "blocks.0")
+    origin, sentence = told(run)
+    assert (origin["step"], origin["origin"], origin["module"]) == (AT, "unknown", "blocks.0")
     assert "inside compiled region blocks.0 (" in sentence
     assert sentence.endswith(f") or a later one. {RUN_TRACE}")
 
@@ -128,8 +128,8 @@ def test_a_checkpointed_region_is_named_as_that(run: Recording) -> None:
 def test_a_bad_sample_of_a_compiled_model_is_named(run: Recording) -> None:
     """Promise: the variable whose bad samples are those of the result, which the graph does not have."""
     train(*made("whole"), "input")
-    found, _ = told(run)
-    assert (found["origin"], found["parameter"], found["sample"], found["step"]) == ("input", "x", 3, AT)
+    origin, _ = told(run)
+    assert (origin["origin"], origin["parameter"], origin["sample"], origin["step"]) == ("input", "x", 3, AT)
 
 
 def test_a_bad_parameter_of_a_compiled_model_is_named(run: Recording) -> None:
@@ -137,8 +137,8 @@ def test_a_bad_parameter_of_a_compiled_model_is_named(run: Recording) -> None:
     model, called = made("whole")
     model.get_parameter("blocks.2.linear.weight").data[0, 0] = float("nan")
     torch.autograd.backward(called(torch.randn(6, 4)).square().mean())
-    found, _ = told(run)
-    assert (found["origin"], found["parameter"]) == ("parameter", "blocks.2.linear.weight")
+    origin, _ = told(run)
+    assert (origin["origin"], origin["parameter"]) == ("parameter", "blocks.2.linear.weight")
 
 
 def test_a_derivative_inside_a_region_is_seen_in_the_next_backward_pass(run: Recording) -> None:
@@ -151,8 +151,8 @@ def test_a_derivative_inside_a_region_is_seen_in_the_next_backward_pass(run: Rec
             optimizer.zero_grad()
             torch.autograd.backward(called(torch.randn(6, 4)).square().mean())
             optimizer.step()
-    found, sentence = told(run)
-    assert (found["step"], found["origin"], found["module"]) == (2, "backward", "Net")
+    origin, sentence = told(run)
+    assert (origin["step"], origin["origin"], origin["module"]) == (2, "backward", "Net")
     assert sentence.startswith("The NaN or infinity appeared inside the backward pass of compiled region Net (")
 
 

@@ -60,8 +60,8 @@ class Batches:
 
 def test_a_batch_that_nobody_holds_is_not_blamed_on_the_weights_it_spoiled() -> None:
     """Frameworks call the backward pass where the batch is out of sight: what the step made of the weights comes later."""
-    told = origin(run(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)), Batches().loss))
-    assert (told["origin"], told["step"]) == ("input", AT)
+    culprit = origin(run(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)), Batches().loss))
+    assert (culprit["origin"], culprit["step"]) == ("input", AT)
 
 
 @pytest.mark.parametrize("sick", ["weight", "operator"])
@@ -76,18 +76,18 @@ def test_a_generator_is_blamed_for_what_its_critic_sees_first(sick: str) -> None
                 maker.weight.data[1, 1] = float("nan")
             z = torch.randn(8, 4)
             for player in players:
-                made = maker(z)
-                made = torch.acos(made * 0 + 2) if number == AT and sick == "operator" else made
+                samples = maker(z)
+                samples = torch.acos(samples * 0 + 2) if number == AT and sick == "operator" else samples
                 player.zero_grad()
-                torch.autograd.backward(critic(made.detach() if player is players[0] else made).mean())
+                torch.autograd.backward(critic(samples.detach() if player is players[0] else samples).mean())
                 player.step()
             look.stepped()
 
-    told = origin(observe(train))
+    culprit = origin(observe(train))
     if sick == "weight":
-        assert (told["origin"], told["step"], told["module"]) == ("parameter", AT, "Linear")
+        assert (culprit["origin"], culprit["step"], culprit["module"]) == ("parameter", AT, "Linear")
     else:
-        assert (told["origin"], told["step"], told["operator"]) == ("operator", AT, "acos")
+        assert (culprit["origin"], culprit["step"], culprit["operator"]) == ("operator", AT, "acos")
 
 
 @pytest.mark.parametrize("sick", [0, 1])
@@ -101,10 +101,10 @@ def test_each_player_of_an_iteration_has_its_step(sick: int, gradient: bool) -> 
         for number in range(1, AT + 3):
             for index, player in enumerate(players):
                 player.zero_grad()
-                made = models[index](torch.randn(8, 4)).square().mean()
+                loss = models[index](torch.randn(8, 4)).square().mean()
                 if number == AT and index == sick:
-                    made = made + torch.sqrt(0.0 * made) if gradient else made * float("inf")
-                torch.autograd.backward(made)
+                    loss = loss + torch.sqrt(0.0 * loss) if gradient else loss * float("inf")
+                torch.autograd.backward(loss)
                 player.step()
             look.stepped()
 
@@ -114,12 +114,12 @@ def test_each_player_of_an_iteration_has_its_step(sick: int, gradient: bool) -> 
 @pytest.mark.parametrize(
     ("origin_", "operator", "join"),
     [
-        ("operator", "mul", lambda made, _, ill: made * (float("inf") if ill else 1.0)),
-        ("input", "sub", lambda made, given, _: made - given),
-        ("input", "sub", lambda made, given, _: given - made),
-        ("input", "add", lambda made, given, _: made + given),
-        ("input", "cat", lambda made, given, _: torch.cat([made, given], 1)),
-        ("input", "where", lambda made, given, _: torch.where(given > 0, made, given)),
+        ("operator", "mul", lambda output, _, ill: output * (float("inf") if ill else 1.0)),
+        ("input", "sub", lambda output, target, _: output - target),
+        ("input", "sub", lambda output, target, _: target - output),
+        ("input", "add", lambda output, target, _: output + target),
+        ("input", "cat", lambda output, target, _: torch.cat([output, target], 1)),
+        ("input", "where", lambda output, target, _: torch.where(target > 0, output, target)),
     ],
 )
 def test_an_operand_that_nobody_keeps_is_the_input(origin_: str, operator: str, join: Callable[..., torch.Tensor]) -> None:
@@ -129,15 +129,15 @@ def test_an_operand_that_nobody_keeps_is_the_input(origin_: str, operator: str, 
     """
 
     def loss(model: nn.Module, number: int) -> torch.Tensor:
-        given = torch.randn(8, 4)
+        target = torch.randn(8, 4)
         if number == AT:
-            given[3, 1] = float("nan")
-        return torch.as_tensor(join(model(torch.randn(8, 4)), given, number == AT).square().mean())
+            target[3, 1] = float("nan")
+        return torch.as_tensor(join(model(torch.randn(8, 4)), target, number == AT).square().mean())
 
-    told = origin(run(nn.Linear(4, 4), loss))
-    assert (told["origin"], told["operator"], told["step"]) == (origin_, operator, AT)
-    assert told.get("sample") == (3 if origin_ == "input" else None)
-    assert ("constant" in told.get("note", "")) == (operator == "mul")
+    culprit = origin(run(nn.Linear(4, 4), loss))
+    assert (culprit["origin"], culprit["operator"], culprit["step"]) == (origin_, operator, AT)
+    assert culprit.get("sample") == (3 if origin_ == "input" else None)
+    assert ("constant" in culprit.get("note", "")) == (operator == "mul")
 
 
 _TRAINER = """
@@ -169,9 +169,9 @@ def test_the_arithmetic_of_an_installed_trainer_is_no_line_of_the_loss() -> None
             optimizer.zero_grad()
             look.stepped()
 
-    told = origin(observe(train))
-    assert (told["operator"], told["step"]) == ("mul", AT)
-    assert "trainer.py" not in str(told), told
+    culprit = origin(observe(train))
+    assert (culprit["operator"], culprit["step"]) == ("mul", AT)
+    assert "trainer.py" not in str(culprit), culprit
 
 
 class Root(nn.Module):
@@ -197,8 +197,8 @@ def test_clipping_makes_all_gradients_nan_and_does_not_hide_the_first() -> None:
         model.alike = number == AT
         return torch.as_tensor(model(torch.randn(8, 4)).mean())
 
-    told = origin(run(model, loss, clips=True, grad_interval=1))
-    assert (told["origin"], told["operator"], told["step"]) == ("backward", "sqrt", AT)
+    culprit = origin(run(model, loss, clips=True, grad_interval=1))
+    assert (culprit["origin"], culprit["operator"], culprit["step"]) == ("backward", "sqrt", AT)
 
 
 def test_a_loss_module_has_the_line_that_calls_it() -> None:
@@ -211,9 +211,9 @@ def test_a_loss_module_has_the_line_that_calls_it() -> None:
             criterion(model(torch.randn(6, 1, 4)).log_softmax(2), torch.tensor([[1, 2, 3]]), lengths, torch.tensor([3]))
         )
 
-    told = origin(run(nn.Linear(4, 5), loss))
-    assert (told["operator"], told["step"]) == ("ctc_loss", AT)
-    assert "test_nan_culprits.py:" in told["location"]
+    culprit = origin(run(nn.Linear(4, 5), loss))
+    assert (culprit["operator"], culprit["step"]) == ("ctc_loss", AT)
+    assert "test_nan_culprits.py:" in culprit["location"]
 
 
 Loss = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -225,9 +225,9 @@ INFINITY = float("inf")
 def origin_of(loss: torch.Tensor) -> NonfiniteOrigin:
     """What is said of a loss that is not finite, by the caller's variables."""
     assert not loss.isfinite()
-    found = GraphTracer([loss], user_frames(sys._getframe(1)), 1).forward()
-    assert found is not None
-    return found
+    culprit = GraphTracer([loss], user_frames(sys._getframe(1)), 1).forward()
+    assert culprit is not None
+    return culprit
 
 
 def entropy(**settings: Any) -> Loss:
@@ -268,8 +268,8 @@ class Attention(nn.Module):
     def forward(self, x: torch.Tensor, pad: torch.Tensor) -> Any:
         """Of shape (batch, time, 8)."""
         if self.way.startswith("multihead"):
-            given = torch.zeros(pad.shape).masked_fill(pad, -INFINITY) if "float" in self.way else pad
-            return self.out(self.inner(x, x, x, key_padding_mask=given)[0])
+            padding = torch.zeros(pad.shape).masked_fill(pad, -INFINITY) if "float" in self.way else pad
+            return self.out(self.inner(x, x, x, key_padding_mask=padding)[0])
         query, key, value = self.qkv(x).chunk(3, -1)
         scores, mask = query @ key.transpose(-1, -2), pad[:, None]
         if self.way == "masked_fill":

@@ -71,8 +71,8 @@ def train(kind: str, make: Callable[..., torch.optim.Optimizer], directory: Path
 @pytest.mark.parametrize("interval", [RARELY, ALWAYS])
 def test_an_overflow_is_told_with_its_step(kind: str, make: Any, interval: int, tmp_path: Path) -> None:
     """Of that step, measured or not: by what the next loss finds in the weights."""
-    told = train(kind, make, tmp_path, interval).events(catalog.EVENT_NONFINITE_ORIGIN)
-    assert [(each.attributes["origin"], each.attributes["parameter"], each.step) for each in told] == [
+    events = train(kind, make, tmp_path, interval).events(catalog.EVENT_NONFINITE_ORIGIN)
+    assert [(event.attributes["origin"], event.attributes["parameter"], event.step) for event in events] == [
         ("overflow", "0.weight", AT)
     ]
     (report,), _ = load(list(tmp_path.glob("*.flight")))
@@ -92,15 +92,15 @@ def test_an_overflow_of_the_very_first_step_is_told(tmp_path: Path) -> None:
         loss = model(torch.randn(8, 16).half()).float().square().mean()
         torch.autograd.backward(loss * 1e8)
         optimizer.step()
-    (told,) = read(tmp_path).events(catalog.EVENT_NONFINITE_ORIGIN)
-    assert (told.attributes["origin"], told.attributes["parameter"], told.step) == ("overflow", "weight", 1)
+    (event,) = read(tmp_path).events(catalog.EVENT_NONFINITE_ORIGIN)
+    assert (event.attributes["origin"], event.attributes["parameter"], event.step) == ("overflow", "weight", 1)
 
 
 @pytest.mark.parametrize("make", [sgd, adamw])
 def test_one_spoiled_weight_is_told_as_that(make: Any, tmp_path: Path) -> None:
     """It is not what a step makes of its gradients: that is in every layer, or in what the optimizer keeps."""
-    (told,) = train("spoiled", make, tmp_path).events(catalog.EVENT_NONFINITE_ORIGIN)
-    assert (told.attributes["origin"], told.attributes["parameter"], told.step) == ("parameter", "3.weight", AT + 1)
+    (event,) = train("spoiled", make, tmp_path).events(catalog.EVENT_NONFINITE_ORIGIN)
+    assert (event.attributes["origin"], event.attributes["parameter"], event.step) == ("parameter", "3.weight", AT + 1)
 
 
 @pytest.mark.parametrize("interval", [RARELY, ALWAYS])
@@ -137,8 +137,8 @@ def test_weights_that_finite_gradients_have_spoiled_are_blamed_on_nothing(make: 
 
     torch.manual_seed(0)
     observed = observe(steps, grad_interval=interval)
-    (told,) = observed.events(catalog.EVENT_NONFINITE_ORIGIN)
-    assert (told.attributes["origin"], told.step) == ("unknown", 2)
+    (event,) = observed.events(catalog.EVENT_NONFINITE_ORIGIN)
+    assert (event.attributes["origin"], event.step) == ("unknown", 2)
     text = observed.text("nonfinite_origin")
     assert text.startswith("The parameters 0.weight and ")
     assert text.endswith(" held the NaN or infinity of step 2 already; what made them so was not seen.")
@@ -163,8 +163,8 @@ def test_weights_that_are_overwritten_are_blamed_on_no_derivative(make: Any, bia
 
     torch.manual_seed(0)
     observed = observe(steps, grad_interval=RARELY)
-    (told,) = observed.events(catalog.EVENT_NONFINITE_ORIGIN)
-    assert (told.attributes["origin"], told.step) == ("unknown" if bias else "parameter", AT + 1)
+    (event,) = observed.events(catalog.EVENT_NONFINITE_ORIGIN)
+    assert (event.attributes["origin"], event.step) == ("unknown" if bias else "parameter", AT + 1)
     assert "sqrt" not in observed.text("nonfinite_origin")
 
 
@@ -279,9 +279,9 @@ def overwritten(model: Model, optimizer: torch.optim.Optimizer, number: int) -> 
 def test_the_culprit_is_named_where_the_script_ends(train: Script, wanted: dict[str, str], tmp_path: Path) -> None:
     """By the values that are still there: the loss with its graph, the weights, the gradients."""
     observed = end_of(train, tmp_path)
-    (told,) = observed.events(catalog.EVENT_NONFINITE_ORIGIN)
-    assert {name: told.attributes.get(name) for name in wanted} == wanted
-    assert told.step in {AT, AT + 1}
+    (event,) = observed.events(catalog.EVENT_NONFINITE_ORIGIN)
+    assert {name: event.attributes.get(name) for name in wanted} == wanted
+    assert event.step in {AT, AT + 1}
     assert "nonfinite_origin" in observed.kinds()
 
 
@@ -340,22 +340,22 @@ def last_step(model: Model, optimizer: torch.optim.Optimizer, number: int) -> No
 def test_a_gradient_of_the_last_backward_is_of_its_step(train: Script, tmp_path: Path) -> None:
     """Though it was not measured, and its record perhaps never written: when the training ends it is still there."""
     observed = end_of(train, tmp_path)
-    (told,) = observed.events(catalog.EVENT_NONFINITE_GRADIENT)
-    assert (told.step, told.attributes["kinds"], told.attributes["layers"]) == (AT, ["nan"], ["inner"])
+    (event,) = observed.events(catalog.EVENT_NONFINITE_GRADIENT)
+    assert (event.step, event.attributes["kinds"], event.attributes["layers"]) == (AT, ["nan"], ["inner"])
     assert "nonfinite_gradient" in observed.kinds()
 
 
 def test_the_log_has_a_line_of_a_step_that_does_not_end(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """One, for whoever reads the job's log alone."""
     end_of(last_gradient, tmp_path, log_level="WARNING")
-    said = [one.getMessage() for one in caplog.records if "not finite" in one.getMessage()]
+    said = [record.getMessage() for record in caplog.records if "not finite" in record.getMessage()]
     assert said == [f"torchobs: Gradients are not finite in step {AT}."]
 
 
 def skipping(model: Model, optimizer: torch.optim.Optimizer, number: int) -> None:
     """A script that leaves such steps out itself."""
     descend(optimizer, loss_of(model, number, alike=True), steps=False)
-    if all(one.grad is None or bool(torch.isfinite(one.grad).all()) for one in model.parameters()):
+    if all(parameter.grad is None or bool(torch.isfinite(parameter.grad).all()) for parameter in model.parameters()):
         optimizer.step()
 
 
@@ -366,4 +366,4 @@ def test_no_gradient_is_told_that_the_end_does_not_leave(
     """Those of an earlier step are gone, those of a scaled loss overflow as they should."""
     observed = end_of(train, tmp_path, log_level="WARNING")
     assert not observed.events(catalog.EVENT_NONFINITE_GRADIENT)
-    assert not [one for one in caplog.records if "nonfinite" in one.getMessage()]
+    assert not [record for record in caplog.records if "nonfinite" in record.getMessage()]

@@ -101,7 +101,7 @@ def guarded(seed: int, *, guard: bool) -> list[torch.Tensor]:
     """Train through a sickness that passes, held back by a guard or by hand; return weights, statistics, randomness."""
     training = build("cnn", "adamw", seed)
     chance, model, optimizer = random.Random(seed), training.models["model"], training.optimizers["model"]
-    held = debug.nan_guard(optimizer) if guard else None
+    guarding = debug.nan_guard(optimizer) if guard else None
     for number in range(8):
         x = training.make_batch()
         planted = plant(training, "sqrt" if number == 3 else "log", chance, x) if number in {3, 5} else None
@@ -112,9 +112,9 @@ def guarded(seed: int, *, guard: bool) -> list[torch.Tensor]:
             optimizer.step()
         for _, module in training.modules(Sickly):
             module.sickness = ""
-    if held is not None:
-        held.remove()
-        assert held.held == 2
+    if guarding is not None:
+        guarding.remove()
+        assert guarding.held == 2
     return [*(p.detach().clone() for p in model.parameters()), *(b.clone() for b in model.buffers()), torch.get_rng_state()]
 
 
@@ -125,10 +125,10 @@ def test_training_is_bit_identical_with_tracing_armed_and_after_it(flight_dir: P
     run = next(recorder)
     traced = guarded(1, guard=True)
     run.look()
-    told = run.attributes(catalog.EVENT_NONFINITE_ORIGIN.name)
-    assert [(each["origin"], each["operator"]) for each in told] == [("backward", "sqrt"), ("operator", "log")]
+    culprits = run.attributes(catalog.EVENT_NONFINITE_ORIGIN.name)
+    assert [(culprit["origin"], culprit["operator"]) for culprit in culprits] == [("backward", "sqrt"), ("operator", "log")]
     assert len(run.frames(catalog.EVENT_STEP_HELD.name)) == 2
-    assert [bits(one) for one in plain] == [bits(one) for one in traced]
+    assert [bits(tensor) for tensor in plain] == [bits(tensor) for tensor in traced]
     assert run.session.context is not None
     assert not any(probe == "nonfinite" for probe, _ in run.session.context.hooks.takes_loss._by_probe)
     next(recorder, None)
@@ -147,12 +147,12 @@ def test_a_traced_step_leaves_no_memory_behind(run: Recording) -> None:
             loss.backward()
             if number == 0:
                 gone.extend([weakref.ref(x), weakref.ref(loss)])
-        assert [each() for each in gone] == [None, None]
+        assert [reference() for reference in gone] == [None, None]
 
     fit()
     run.look()
-    (told,) = run.frames(catalog.EVENT_NONFINITE_ORIGIN.name)
-    assert (told["attrs"]["parameter"], told["attrs"]["sample"]) == ("x", 0)
+    (frame,) = run.frames(catalog.EVENT_NONFINITE_ORIGIN.name)
+    assert (frame["attrs"]["parameter"], frame["attrs"]["sample"]) == ("x", 0)
 
 
 def test_a_guarded_fault_is_seen_in_the_next_backward_with_its_values(run: Recording) -> None:
@@ -166,8 +166,8 @@ def test_a_guarded_fault_is_seen_in_the_next_backward_with_its_values(run: Recor
     assert guard.held == 4
     assert all(parameter.isfinite().all() for parameter in training.models["model"].parameters())
     run.look()
-    (told,) = run.frames(catalog.EVENT_NONFINITE_ORIGIN.name)
-    assert (told["attrs"]["operator"], told["attrs"]["module"]) == ("pow", "blocks.1")
+    (frame,) = run.frames(catalog.EVENT_NONFINITE_ORIGIN.name)
+    assert (frame["attrs"]["operator"], frame["attrs"]["module"]) == ("pow", "blocks.1")
     assert run.session.context is not None
     assert any(origin.inputs for origin in run.session.context.origins.values())
 
@@ -188,8 +188,8 @@ def test_advantages_of_an_episode_of_one_step_are_named_and_not_their_sum(run: R
 
 def test_the_anomaly_and_the_callback_name_the_culprit(run: Recording) -> None:
     """``torchobs.anomaly`` has module and operator; ``on_anomaly`` gets the whole origin; one that raises is called once."""
-    told: list[torchobs.AnomalyReport] = []
-    end = torchobs.on_anomaly(told.append)
+    reports: list[torchobs.AnomalyReport] = []
+    end = torchobs.on_anomaly(reports.append)
     broken = torchobs.on_anomaly(lambda _: 1 / 0)
     training, step = build("mlp", "sgd", 3), 5
     for _ in range(1, step):
@@ -200,9 +200,9 @@ def test_the_anomaly_and_the_callback_name_the_culprit(run: Recording) -> None:
     run.look()
     end()
     broken()
-    frame = next(each for each in run.frames(catalog.EVENT_ANOMALY.name) if each["attrs"]["kind"] == "nonfinite_loss")
+    frame = next(event for event in run.frames(catalog.EVENT_ANOMALY.name) if event["attrs"]["kind"] == "nonfinite_loss")
     assert (frame["step"], frame["attrs"]["module"], frame["attrs"]["operator"]) == (step, planted.module, "log")
-    first = next(report for report in told if report.kind == "nonfinite_loss")
+    first = next(report for report in reports if report.kind == "nonfinite_loss")
     assert (first.step, first.origin.module, first.origin.kind) == (step, planted.module, "operator")
     with pytest.raises(TypeError, match="takes a function"):
         torchobs.on_anomaly(3)  # type: ignore[arg-type]
@@ -241,18 +241,20 @@ def test_two_ranks_name_the_culprit_each_for_itself(start: Any, flight_dir: Path
         ranks.append(start(*command, torch=True, env=environment, cwd=support.ROOT, stderr=subprocess.PIPE))
     outputs = [process.communicate(timeout=120) for process in ranks]
     assert [process.returncode for process in ranks] == [0, 0], outputs
-    told: dict[int, list[dict[str, Any]]] = {}
+    culprits: dict[int, list[dict[str, Any]]] = {}
     for path in flight_dir.glob("*.flight"):
         file = reader.open_path(str(path))
         frames = [frame for frame in flights.frames(file) if frame.get("name") == catalog.EVENT_NONFINITE_ORIGIN.name]
-        told[int(file.read(final=True).header.resource["rank"])] = [{"step": one["step"], **one["attrs"]} for one in frames]
+        rank = int(file.read(final=True).header.resource["rank"])
+        culprits[rank] = [{"step": frame["step"], **frame["attrs"]} for frame in frames]
         file.close()
     if way == "operator":
-        assert [(one[0]["step"], one[0]["operator"], one[0]["module"]) for one in told.values()] == [(5, "log", "Net")] * 2
+        firsts = [several[0] for several in culprits.values()]
+        assert [(first["step"], first["operator"], first["module"]) for first in firsts] == [(5, "log", "Net")] * 2
     else:
-        assert (told[1][0]["step"], told[1][0]["origin"], told[1][0]["sample"]) == (5, "input", 2)
-        assert told[1][0]["module"] == "first"
-        assert {one["origin"] for one in told[0]} <= {"unknown"}
+        assert (culprits[1][0]["step"], culprits[1][0]["origin"], culprits[1][0]["sample"]) == (5, "input", 2)
+        assert culprits[1][0]["module"] == "first"
+        assert {culprit["origin"] for culprit in culprits[0]} <= {"unknown"}
 
 
 def test_a_script_s_own_locals_stay_as_they_are(run: Recording) -> None:
@@ -315,8 +317,8 @@ def test_a_derivative_that_the_user_has_written_is_named(flight_dir: Path, monke
         torch.autograd.backward(head(Faulty.apply(body(torch.randn(5, 4)))).square().mean())  # type: ignore[no-untyped-call]
         optimizer.step()
     run.look()
-    (told,) = run.frames(catalog.EVENT_NONFINITE_ORIGIN.name)
-    assert (told["attrs"]["origin"], told["attrs"]["operator"], told["step"]) == ("backward", "faulty", 6)
+    (frame,) = run.frames(catalog.EVENT_NONFINITE_ORIGIN.name)
+    assert (frame["attrs"]["origin"], frame["attrs"]["operator"], frame["step"]) == ("backward", "faulty", 6)
     next(recorder, None)
 
 
@@ -335,5 +337,5 @@ def test_a_derivative_has_its_step_though_the_graph_is_gone_before_the_optimizer
         descend(0.0 if number == 5 else 1.0)
         optimizer.step()
     run.look()
-    (told,) = run.frames(catalog.EVENT_NONFINITE_ORIGIN.name)
-    assert (told["attrs"]["origin"], told["attrs"]["operator"], told["step"]) == ("backward", "sqrt", 6)
+    (frame,) = run.frames(catalog.EVENT_NONFINITE_ORIGIN.name)
+    assert (frame["attrs"]["origin"], frame["attrs"]["operator"], frame["step"]) == ("backward", "sqrt", 6)

@@ -43,8 +43,8 @@ class Rank(File):
     """A rank's file, written in the order of time; `at_s` is now, in seconds since its birth."""
 
     def __init__(self, directory: Path, rank: int = 0, ranks: int = 1, **resource: str | int) -> None:
-        known: dict[str, Any] = {"world_size": ranks, "local_world_size": ranks, "run_id": "4711", **resource}
-        super().__init__(directory, seed=rank + 1, rank=rank, **known)
+        place: dict[str, Any] = {"world_size": ranks, "local_world_size": ranks, "run_id": "4711", **resource}
+        super().__init__(directory, seed=rank + 1, rank=rank, **place)
         self.at_s, self.steps, self._reported = 3.0, 0, set[str]()
 
     def train(
@@ -56,24 +56,25 @@ class Rank(File):
         for _ in range(steps):
             self.steps += 1
             self.at_s += sum(spent.values())
-            own = tuple(spent.get(name, 0.0) for name in PHASE_NAMES)
+            times = tuple(spent.get(name, 0.0) for name in PHASE_NAMES)
             took, kind, bits = sum(spent[name] for name in catalog.PHASES if name in spent), RecordKind.STEP, _VALUES | flags
             values = took, loss(self.steps), norm(self.steps), rate
-            self.writer.append(self.steps, BORN_NS + round(self.at_s * S), kind, bits, 1, *values, own, 4096, 8)
+            self.writer.append(self.steps, BORN_NS + round(self.at_s * S), kind, bits, 1, *values, times, 4096, 8)
             self.writer.fold()
-            for one in self.writer.anomalies:
-                if one.kind not in self._reported:
-                    self.event(catalog.EVENT_ANOMALY, one.step, kind=one.kind, value=one.value, baseline=one.baseline)
-                self._reported.add(one.kind)
+            for anomaly in self.writer.anomalies:
+                if anomaly.kind not in self._reported:
+                    numbers = {"value": anomaly.value, "baseline": anomaly.baseline}
+                    self.event(catalog.EVENT_ANOMALY, anomaly.step, kind=anomaly.kind, **numbers)
+                self._reported.add(anomaly.kind)
             self.writer.anomalies.clear()
         return self.reach(self.at_s, "forward")
 
     def event(self, event: Event, step: int | None = None, **attributes: Any) -> Rank:
         """Write an event; `exception__type` is `exception.type`."""
-        given = {name.replace("__", "."): value for name, value in attributes.items()}
+        attrs = {name.replace("__", "."): value for name, value in attributes.items()}
         number = step if step is not None else self.steps or None
         self.writer.events.append(
-            {"k": "event", "t": BORN_NS + round(self.at_s * S), "name": event.name, "attrs": given, "step": number}
+            {"k": "event", "t": BORN_NS + round(self.at_s * S), "name": event.name, "attrs": attrs, "step": number}
         )
         return self
 
@@ -391,8 +392,8 @@ def texts(directory: Path, clock: Clock, capsys: pytest.CaptureFixture[str]) -> 
     """What each command prints."""
     with closing(scanner_of(directory, clock)) as scanner:
         scanner.scan()
-        seen, _ = Watch(scanner).look()
-        top = screen(seen, TerminalStyle(120), 40).lines
+        shown, _ = Watch(scanner).look()
+        top = screen(shown, TerminalStyle(120), 40).lines
     dispatch.main(["inspect", "--steps", "3", str(directory)])
     return {
         "top": re.sub(r"\d\d:\d\d:\d\d\n", "12:00:00\n", "\n".join(top), count=1),
@@ -416,10 +417,10 @@ def test_the_texts_of_a_run(
         clock.seconds += 30
     monkeypatch.setattr(runs, "system_clock", clock)
     monkeypatch.setenv("COLUMNS", "120")
-    made = texts(flight_dir, clock, capsys)
+    printed = texts(flight_dir, clock, capsys)
     for rank in ranks:
         rank.release()
-    text = "\n".join(f"=== {name} ===\n{words}" for name, words in made.items())
+    text = "\n".join(f"=== {name} ===\n{words}" for name, words in printed.items())
     path = GOLDEN / f"{make.__name__}.txt"
     if pytestconfig.getoption("--update-golden"):
         path.write_text(text)
