@@ -1,4 +1,4 @@
-"""Trainings of 32 kinds that go well, as people write them: nothing is said of any, however closely it is looked at."""
+"""Trainings of 33 kinds that go well, as people write them: nothing is said of any, however closely it is looked at."""
 
 from __future__ import annotations
 
@@ -124,6 +124,26 @@ def contrastive(look: Look) -> None:
         z = F.normalize(head(body(views)), dim=1)
         alike = (z @ z.T / 0.2).masked_fill(torch.eye(64, dtype=torch.bool), -1e9)
         _step(look, optimizer, F.cross_entropy(alike, torch.arange(64).roll(32)))
+
+
+def momentum_contrast(look: Look) -> None:
+    """MoCo: a queue of keys of a slow copy of the encoder, which begins empty."""
+    encoder = _mlp(64, 64, 16)
+    slow = copy.deepcopy(encoder).requires_grad_(requires_grad=False)
+    optimizer = torch.optim.SGD(encoder.parameters(), lr=0.03, momentum=0.9, weight_decay=1e-4)
+    queue: deque[torch.Tensor] = deque(maxlen=16)
+    for _ in range(STEPS):
+        x = _digits(32)[0].flatten(1)
+        query = F.normalize(encoder(x + 0.3 * torch.randn_like(x)), dim=1)
+        with torch.no_grad():
+            for mine, other in zip(slow.parameters(), encoder.parameters(), strict=True):
+                mine.lerp_(other, 0.01)
+            key = F.normalize(slow(x), dim=1)
+        negatives = [query @ torch.cat(list(queue)).T] if queue else []
+        logits = torch.cat([(query * key).sum(1, keepdim=True), *negatives], 1) / 0.2
+        _descend(optimizer, F.cross_entropy(logits, torch.zeros(32, dtype=torch.long)))
+        queue.append(key)
+        look.stepped()
 
 
 def distillation(look: Look) -> None:
@@ -464,8 +484,8 @@ def half_precision(look: Look) -> None:
     """A transformer in bfloat16 autocast, with a warm-up and a cosine."""
     model = Attention()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.95), weight_decay=0.1)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, total_steps=300, pct_start=0.1)
-    for _ in range(300):
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, total_steps=STEPS, pct_start=0.1)
+    for _ in range(STEPS):
         text = _sequences(16, 13)
         with torch.autocast("cpu", torch.bfloat16):
             loss = F.cross_entropy(model(text[:, :-1]).flatten(0, 1), text[:, 1:].flatten())
@@ -663,11 +683,11 @@ def sharpness_aware(look: Look) -> None:
 
 
 TRAININGS: tuple[Train, ...] = (
-    flow_of_heavy_tails, curriculum_of_noise, contrastive, distillation, folds, wasserstein_gan, actor_critic, reinforcement,
-    averaged_weights, meta_learning, variational_autoencoder, recurrent_language_model, large_batches, gradual_unfreezing,
-    low_rank_adapters, mean_teacher, self_distillation, sparse_embeddings, sequence_to_sequence, fitted_by_heart,
-    half_precision, line_search, several_tasks, speech, energies, vector_quantisation, differential_equation,
-    continual_learning, early_stopping, deep_q_learning, physics, sharpness_aware,
+    flow_of_heavy_tails, curriculum_of_noise, contrastive, momentum_contrast, distillation, folds, wasserstein_gan,
+    actor_critic, reinforcement, averaged_weights, meta_learning, variational_autoencoder, recurrent_language_model,
+    large_batches, gradual_unfreezing, low_rank_adapters, mean_teacher, self_distillation, sparse_embeddings,
+    sequence_to_sequence, fitted_by_heart, half_precision, line_search, several_tasks, speech, energies,
+    vector_quantisation, differential_equation, continual_learning, early_stopping, deep_q_learning, physics, sharpness_aware,
 )  # fmt: skip
 
 
