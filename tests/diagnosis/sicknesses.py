@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -177,7 +177,7 @@ def recompiles(setup: Setup, chance: random.Random) -> Verdict:
     return Verdict("recompile_storm" in observed.kinds(), right, (facts[0].step or 0) - at if facts else None, notes(observed))
 
 
-def not_finite(setup: Setup, chance: random.Random, kind: str = "", last_start: int = 59) -> Verdict:
+def not_finite(setup: Setup, chance: random.Random, kind: str = "", last_start: int = 59, **settings: Any) -> Verdict:
     """Plant a NaN or an infinity (``sick_models``) at a random step and place; by default of a random kind."""
     kind = kind or chance.choice(sick_models.kinds(setup.training))
     training = sick_models.build(setup.training, setup.optimizer, setup.seed, autocast=setup.precision == "bfloat16")
@@ -190,7 +190,7 @@ def not_finite(setup: Setup, chance: random.Random, kind: str = "", last_start: 
             planted.append(culprit)
         return x
 
-    observed = train(training, at + 2, before)
+    observed = train(training, at + 2, before, **settings)
     facts = observed.events(catalog.EVENT_NONFINITE_ORIGIN)
     found = bool(facts) or bool(observed.events(catalog.EVENT_ANOMALY))
     right = bool(facts) and planted[0].is_told(facts[0].attributes)
