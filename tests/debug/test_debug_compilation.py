@@ -30,14 +30,18 @@ class Branching(nn.Module):
 
 
 def test_a_model_in_one_graph() -> None:
-    """No break; guards are counted by what they check; batch norm's buffers are what they were."""
-    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU())
-    before = {name: x.clone() for name, x in model.state_dict().items()}
-    found = debug.explain_compile(model, torch.randn(6, 4))
+    """No break; guards are counted by what they check; random state and batch norm's buffers are what they were."""
+    model, x = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout()), torch.randn(6, 4)
+    before, random = {name: x.clone() for name, x in model.state_dict().items()}, torch.get_rng_state()
+    buffers = dict(model.named_buffers())
+    found = debug.explain_compile(model, x)
     assert (found.graphs, found.full_graph, found.breaks, found.error) == (1, True, (), None)
     assert found.operators >= 3
     assert sum(found.guards.values()) > 0
+    assert {row.function for row in found.recompiles} == {"Sequential"}
     assert all(torch.equal(before[name], x) for name, x in model.state_dict().items())
+    assert all(buffers[name] is buffer for name, buffer in model.named_buffers())
+    assert torch.equal(torch.get_rng_state(), random)
 
 
 def test_a_break_is_told_with_its_line_and_its_kind() -> None:
@@ -52,17 +56,9 @@ def test_a_constant_that_changes_is_named_as_what_recompiles() -> None:
     """Each call: with the guard's expression and a remedy."""
     found = debug.explain_compile(Branching(counts=True), torch.ones(6, 4))
     again = next(row for row in found.recompiles if row.call == "the same batch again")
-    assert again.guard == "value"
+    assert (again.guard, again.function) == ("value", "Branching")
     assert "calls" in again.expression
     assert any(text.endswith(again.remedy) for text in texts(found))
-
-
-def test_what_is_compiled_anew_is_a_function_of_the_program() -> None:
-    """Or the model: the name of the function by which it is called here says nothing to anybody."""
-    for model in (nn.Linear(4, 4), Branching()):
-        functions = {row.function for row in debug.explain_compile(model, torch.ones(6, 4)).recompiles}
-        assert type(model).__name__ in functions
-        assert "called" not in functions
 
 
 def test_what_is_tried_beside_the_training_is_no_mistake_of_it() -> None:

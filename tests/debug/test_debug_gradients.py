@@ -34,7 +34,7 @@ def test_norms_and_counts_are_those_of_the_gradients() -> None:
 
 
 def test_each_sickness_is_said_in_words_with_its_parameter(caplog: pytest.LogCaptureFixture) -> None:
-    """NaN, explosion, tiny and zero gradients, a parameter without one; each is logged with fields, once."""
+    """NaN, explosion, tiny and zero gradients, a parameter without one; each is logged and in the summary, once."""
     model = mlp()
     loss_of(model).backward()
     weight, bias, last, end = model.parameters()
@@ -55,6 +55,9 @@ def test_each_sickness_is_said_in_words_with_its_parameter(caplog: pytest.LogCap
             "2.weight: the gradient's norm 4e-09 is below 1e-06 (vanishing)",
         )
     )
+    assert tuple(problem.text for problem in debug.summary().problems) == tuple(problem.text for problem in found.problems)
+    debug.clear()
+    assert debug.summary().problems == ()
     assert (found.missing, found.exploding(), found.vanishing()) == (("2.bias",), ("0.weight", "0.bias"), ("2.weight",))
     assert isnan(found.gradient_norm or 0)
     logged = [(record.torchobs_kind, record.torchobs_subject) for record in caplog.records]  # type: ignore[attr-defined]

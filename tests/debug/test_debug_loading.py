@@ -19,26 +19,18 @@ def samples(classes: list[int]) -> TensorDataset:
     return TensorDataset(torch.randn(len(classes), 3), torch.tensor(classes))
 
 
-class Slow(Dataset[torch.Tensor]):
-    """The second worker takes long for a sample."""
+class Waiting(Dataset[torch.Tensor]):
+    """Takes a while for each sample, longer for the first one or in the second worker."""
+
+    def __init__(self, sample_s: float, *, first_s: float = 0.0, second_worker_s: float = 0.0) -> None:
+        self.waits = sample_s, first_s, second_worker_s
 
     def __len__(self) -> int:
         return 64
 
     def __getitem__(self, index: int) -> torch.Tensor:
-        info = torch.utils.data.get_worker_info()
-        time.sleep(0.1 if info is not None and info.id == 1 else 0.0)
-        return torch.tensor([float(index)])
-
-
-class Even(Dataset[torch.Tensor]):
-    """Both workers take equally long, but for the first sample."""
-
-    def __len__(self) -> int:
-        return 64
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        time.sleep(0.02 + 0.03 * (index == 0))
+        (sample_s, first_s, second_worker_s), worker = self.waits, torch.utils.data.get_worker_info()
+        time.sleep(sample_s + first_s * (index == 0) + second_worker_s * (worker is not None and worker.id == 1))
         return torch.tensor([float(index)])
 
 
@@ -82,7 +74,7 @@ def test_training_s_order_is_not_changed() -> None:
 def test_a_slow_worker_is_named_and_workers_are_ended() -> None:
     """By how long the main process waited for its batches."""
     before = set(torch.multiprocessing.active_children())
-    found = debug.check_dataloader(DataLoader(Slow(), batch_size=2, num_workers=2), batches=10)
+    found = debug.check_dataloader(DataLoader(Waiting(0.0, second_worker_s=0.1), batch_size=2, num_workers=2), batches=10)
     assert [load.worker for load in found.worker_loads] == [0, 1]
     assert any(text.startswith("worker 1: it is waited for") for text in texts(found))
     assert not any(text.startswith("worker 0") for text in texts(found))
@@ -91,7 +83,7 @@ def test_a_slow_worker_is_named_and_workers_are_ended() -> None:
 
 def test_equal_workers_are_not_slow() -> None:
     """Promise: of two equal workers the one that is a moment behind has all of the wait, and is not slow."""
-    found = debug.check_dataloader(DataLoader(Even(), batch_size=2, num_workers=2), batches=12)
+    found = debug.check_dataloader(DataLoader(Waiting(0.02, first_s=0.03), batch_size=2, num_workers=2), batches=12)
     assert found.problems == ()
 
 

@@ -41,11 +41,6 @@ def test_components_are_counted_to_the_byte() -> None:
     }  # the input, and mean and deviation
     assert found.activations_bytes == sum(row.activations_bytes or 0 for row in found.modules)
     assert str(found.batch_size) in str(found)
-    for x in model.parameters():
-        x.grad = torch.ones_like(x)
-    optimizer.step()
-    stepped = debug.memory_by_module(model, torch.randn(16, 64), optimizer=optimizer)
-    assert stepped.optimizer_state_bytes == found.optimizer_state_bytes
 
 
 def test_without_a_batch_there_are_the_weights_alone() -> None:
@@ -61,7 +56,8 @@ def test_without_a_batch_there_are_the_weights_alone() -> None:
 
 def test_the_state_of_an_optimizer_that_has_not_stepped() -> None:
     """Is what it is after its first step."""
-    kinds: list[Callable[..., Any]] = [torch.optim.SGD, torch.optim.Adagrad, torch.optim.RMSprop, torch.optim.Adafactor]
+    optim = torch.optim
+    kinds: list[Callable[..., Any]] = [optim.SGD, optim.Adagrad, optim.RMSprop, optim.Adafactor, optim.AdamW]
     for kind in kinds:
         model = wide()
         optimizer = kind(model.parameters())
@@ -171,7 +167,6 @@ RUNS: dict[str, Callable[[nn.Module, torch.Tensor], Any]] = {
     "memory_usage": debug.memory_by_module,
     "count_flops": debug.count_flops,
     "devices": debug.check_devices,
-    "compile": debug.explain_compile,
     "trace_nan": debug.trace_nan,
     "ddp": lambda model, _: debug.compare_ranks(model),
     "Recovery": _skip,
@@ -185,8 +180,8 @@ def test_a_buffer_may_be_of_any_kind() -> None:
     for make in KINDS:
         model, buffer = nn.Sequential(nn.Linear(4, 4)), make()
         model.register_buffer("odd", buffer)
-        for name in RUNS.keys() - {"compile"}:
-            RUNS[name](model, torch.randn(8, 4))
+        for run in RUNS.values():
+            run(model, torch.randn(8, 4))
             assert model.odd is buffer
 
 

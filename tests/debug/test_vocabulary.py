@@ -30,11 +30,6 @@ OTHER_WORDS = {
 }  # fmt: skip
 ARE_INPUTS = {"validate_inputs"}
 """What it takes is no batch of a model"""
-BANNED = {
-    "accepted", "agree", "anomalies", "anomaly_detected", "exceeded", "failures", "left_out", "reasons", "success",
-    "total_norm", "verdict", "violations",
-}  # fmt: skip
-"""For ``ok`` and ``problems``, and for ``gradient_norm``"""
 UNITS = {
     "_s": {"time", "seconds", "duration", "wait", "elapsed"},
     "_bytes": {"memory", "size", "bytes", "allocated", "reserved"},
@@ -100,7 +95,6 @@ def test_results_speak_one_language() -> None:
         names = {field.name: str(field.type) for field in fields(each)}
         has_problems = "problems" in names or hasattr(each, "problems")
         wrong += [f"{each.__name__} is not frozen"] * (not each.__dataclass_params__.frozen)  # type: ignore[attr-defined]
-        wrong += [f"{each.__name__}.{name}: another word for problems" for name in names if name in BANNED]
         wrong += [f"{each.__name__}: problems without ok"] * (has_problems and not issubclass(each, Checked))
         wrong += [f"{each.__name__}: ok without problems"] * (issubclass(each, Checked) and not has_problems)
         for name, kind in names.items():
