@@ -154,17 +154,17 @@ def table(results: list[Result]) -> str:
 
 def over_budget(results: list[Result]) -> list[str]:
     """Say which self-times are over their budget."""
-    found = [
+    problems = [
         f"{r.name}: self-time {r.share:.2%} of the step, {SHARES[r.name]:.1%} allowed"
         for r in results
         if r.share > SHARES.get(r.name, 1.0)
     ]
-    found += [
+    problems += [
         f"mlp: bookkeeping is {r.ratio:.2f} times the floor, {FLOOR_RATIO:g} times is allowed"
         for r in results
         if r.name == "mlp" and r.ratio > FLOOR_RATIO
     ]
-    return found
+    return problems
 
 
 def main() -> None:

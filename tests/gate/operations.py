@@ -128,10 +128,10 @@ def _median(steps: list[Operations]) -> Operations:
     return Operations(*(statistics.median_high(figures) for figures in zip(*steps, strict=True)))
 
 
-def over_ceiling(name: str, found: Counts, *, native: bool = False, room: float = 1.0) -> list[str]:
+def over_ceiling(name: str, counts: Counts, *, native: bool = False, room: float = 1.0) -> list[str]:
     """Say what is more than a training's ceilings allow, ``room`` times over."""
     allowed = (NATIVE_CEILINGS if native else CEILINGS)[name]
-    kinds = (("plain", found.plain, allowed.plain), ("measuring", found.measuring, allowed.measuring))
+    kinds = (("plain", counts.plain, allowed.plain), ("measuring", counts.measuring, allowed.measuring))
     return [
         f"{name}: a {kind} step has {is_of} {what}, {most} are allowed"
         for kind, ours, theirs in kinds
