@@ -34,11 +34,11 @@ def test_a_model_in_one_graph() -> None:
     model, x = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout()), torch.randn(6, 4)
     before, random = {name: x.clone() for name, x in model.state_dict().items()}, torch.get_rng_state()
     buffers = dict(model.named_buffers())
-    found = debug.explain_compile(model, x)
-    assert (found.graphs, found.full_graph, found.breaks, found.error) == (1, True, (), None)
-    assert found.operators >= 3
-    assert sum(found.guards.values()) > 0
-    assert {row.function for row in found.recompiles} == {"Sequential"}
+    check = debug.explain_compile(model, x)
+    assert (check.graphs, check.full_graph, check.breaks, check.error) == (1, True, (), None)
+    assert check.operators >= 3
+    assert sum(check.guards.values()) > 0
+    assert {row.function for row in check.recompiles} == {"Sequential"}
     assert all(torch.equal(before[name], x) for name, x in model.state_dict().items())
     assert all(buffers[name] is buffer for name, buffer in model.named_buffers())
     assert torch.equal(torch.get_rng_state(), random)
@@ -46,19 +46,19 @@ def test_a_model_in_one_graph() -> None:
 
 def test_a_break_is_told_with_its_line_and_its_kind() -> None:
     """Data-dependent control flow, at the line that has it."""
-    found = debug.explain_compile(Branching(), torch.ones(6, 4))
-    assert (found.full_graph, found.graphs, len(found.breaks)) == (False, 2, 1)
-    assert found.breaks[0].kind == "data_dependent"
-    assert f"{__file__}:" in found.breaks[0].location
+    check = debug.explain_compile(Branching(), torch.ones(6, 4))
+    assert (check.full_graph, check.graphs, len(check.breaks)) == (False, 2, 1)
+    assert check.breaks[0].kind == "data_dependent"
+    assert f"{__file__}:" in check.breaks[0].location
 
 
 def test_a_constant_that_changes_is_named_as_what_recompiles() -> None:
     """Each call: with the guard's expression and a remedy."""
-    found = debug.explain_compile(Branching(counts=True), torch.ones(6, 4))
-    again = next(row for row in found.recompiles if row.call == "the same batch again")
+    check = debug.explain_compile(Branching(counts=True), torch.ones(6, 4))
+    again = next(row for row in check.recompiles if row.call == "the same batch again")
     assert (again.guard, again.function) == ("value", "Branching")
     assert "calls" in again.expression
-    assert any(text.endswith(again.remedy) for text in texts(found))
+    assert any(text.endswith(again.remedy) for text in texts(check))
 
 
 def test_what_is_tried_beside_the_training_is_no_mistake_of_it() -> None:
@@ -68,9 +68,9 @@ def test_what_is_tried_beside_the_training_is_no_mistake_of_it() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return super().forward(x.view(4, 4))
 
-    found = debug.explain_compile(OfFour(4, 2), torch.randn(4, 4))
-    assert (found.error, found.problems) == (None, ())
-    assert [row.call for row in found.recompiles] == ["no gradients (evaluation)"]
+    check = debug.explain_compile(OfFour(4, 2), torch.randn(4, 4))
+    assert (check.error, check.problems) == (None, ())
+    assert [row.call for row in check.recompiles] == ["no gradients (evaluation)"]
     assert debug.explain_compile(OfWords(), {"words": ["a", "b"]}).error is None
 
 
@@ -86,9 +86,9 @@ class OfWords(nn.Embedding):
 
 def test_what_the_model_raises_is_told() -> None:
     """As ``error``, with its message."""
-    found = debug.explain_compile(nn.Linear(4, 4), torch.ones(6, 5))
-    assert found.error is not None
-    assert found.problems[-1].text.startswith("the model raised")
+    check = debug.explain_compile(nn.Linear(4, 4), torch.ones(6, 5))
+    assert check.error is not None
+    assert check.problems[-1].text.startswith("the model raised")
     with pytest.raises(TypeError, match="compile"):
         debug.explain_compile(torch.relu, torch.ones(2))
 

@@ -45,15 +45,15 @@ def latent() -> Any:
 def test_components_of_a_pipeline() -> None:
     """Parameters are those that torch counts; absent components and the scheduler have none."""
     pipeline = latent()
-    found = debug.inspect_diffusion(pipeline)
+    inspection = debug.inspect_diffusion(pipeline)
     counted = {name: sum(x.numel() for x in getattr(pipeline, name).parameters()) for name in ("unet", "vae")}
-    rows = {row.name: row for row in found.components}
+    rows = {row.name: row for row in inspection.components}
     assert {name: rows[name].parameters for name in counted} == counted
-    assert found.total_parameters == sum(counted.values())
-    assert found.size_bytes >= 4 * found.total_parameters
+    assert inspection.total_parameters == sum(counted.values())
+    assert inspection.size_bytes >= 4 * inspection.total_parameters
     assert (rows["text_encoder"].kind, rows["scheduler"].kind) == ("absent", "DDIMScheduler")
-    assert (found.dtypes, found.devices, found.problems) == (("float32",), ("cpu",), ())
-    assert "UNet2DConditionModel" in str(found)
+    assert (inspection.dtypes, inspection.devices, inspection.problems) == (("float32",), ("cpu",), ())
+    assert "UNet2DConditionModel" in str(inspection)
 
 
 def test_what_does_not_fit_together() -> None:
@@ -76,17 +76,17 @@ def test_steps_by_diffusers_callback() -> None:
         latents.append(kwargs["latents"].clone())
         return monitor(pipe, step, timestep, kwargs)
 
-    given = {"prompt_embeds": torch.zeros(1, 3, 16), "guidance_scale": 1.0, "num_inference_steps": 4, "output_type": "latent"}
-    plain = pipeline(**given, generator=torch.Generator().manual_seed(2)).images
-    watched = pipeline(**given, generator=torch.Generator().manual_seed(2), callback_on_step_end=both).images
+    options = {"prompt_embeds": torch.zeros(1, 3, 16), "guidance_scale": 1.0, "num_inference_steps": 4, "output_type": "latent"}
+    plain = pipeline(**options, generator=torch.Generator().manual_seed(2)).images
+    watched = pipeline(**options, generator=torch.Generator().manual_seed(2), callback_on_step_end=both).images
     assert torch.equal(plain, watched)
-    found = monitor.result()
-    assert [row.step for row in found.rows] == [0, 1, 2, 3]
-    assert [row.norm for row in found.rows] == pytest.approx([float(x.norm()) for x in latents], rel=1e-5)
+    result = monitor.result()
+    assert [row.step for row in result.rows] == [0, 1, 2, 3]
+    assert [row.norm for row in result.rows] == pytest.approx([float(x.norm()) for x in latents], rel=1e-5)
     drift = float((latents[1] - latents[0]).norm() / latents[0].norm())
-    assert found.rows[0].drift is None
-    assert found.rows[1].drift == pytest.approx(drift, rel=1e-5)
-    assert (found.first_nonfinite, found.problems) == (None, ())
+    assert result.rows[0].drift is None
+    assert result.rows[1].drift == pytest.approx(drift, rel=1e-5)
+    assert (result.first_nonfinite, result.problems) == (None, ())
     with pytest.raises(ValueError, match="callback_on_step_end_tensor_inputs"):
         monitor(pipeline, 0, 1, {})
 
@@ -105,6 +105,6 @@ def test_a_pipeline_without_callbacks_whose_latents_become_nan() -> None:
     monitor.clear()
     with monitor.watch(pipeline):
         pipeline(num_inference_steps=3, output_type="np")
-    found = monitor.result()
-    assert found.first_nonfinite == 0
-    assert found.problems[0].text.startswith("64 NaN")
+    result = monitor.result()
+    assert result.first_nonfinite == 0
+    assert result.problems[0].text.startswith("64 NaN")

@@ -23,14 +23,14 @@ def test_norms_and_counts_are_those_of_the_gradients() -> None:
     model = mlp()
     loss = loss_of(model)
     loss.backward()
-    found = debug.check_gradients(model, loss)
-    assert found.gradient_norm == pytest.approx(norm_of(model), rel=1e-9)
-    assert found.loss == pytest.approx(loss.item())
-    assert [row.norm for row in found.parameters] == pytest.approx([p.grad.norm().item() for p in model.parameters()])
-    assert (found.problems, found.missing, found.loss_scale) == ((), (), 1.0)
-    assert found.exploding(1e-3) == tuple(name for name, _ in model.named_parameters())
-    assert found.vanishing(1e3) == found.exploding(1e-3)
-    assert found.exploding() == found.vanishing() == ()
+    check = debug.check_gradients(model, loss)
+    assert check.gradient_norm == pytest.approx(norm_of(model), rel=1e-9)
+    assert check.loss == pytest.approx(loss.item())
+    assert [row.norm for row in check.parameters] == pytest.approx([p.grad.norm().item() for p in model.parameters()])
+    assert (check.problems, check.missing, check.loss_scale) == ((), (), 1.0)
+    assert check.exploding(1e-3) == tuple(name for name, _ in model.named_parameters())
+    assert check.vanishing(1e3) == check.exploding(1e-3)
+    assert check.exploding() == check.vanishing() == ()
 
 
 def test_each_sickness_is_said_in_words_with_its_parameter(caplog: pytest.LogCaptureFixture) -> None:
@@ -43,10 +43,10 @@ def test_each_sickness_is_said_in_words_with_its_parameter(caplog: pytest.LogCap
     last.grad.fill_(1e-9)
     end.grad = None
     with caplog.at_level(logging.WARNING, findings.LOGGER):
-        found = debug.check_gradients(model, float("nan"))
+        check = debug.check_gradients(model, float("nan"))
         again = debug.check_gradients(model, float("nan"))
     assert (
-        texts(found)
+        texts(check)
         == texts(again)
         == (
             "loss: the loss is nan",
@@ -55,11 +55,11 @@ def test_each_sickness_is_said_in_words_with_its_parameter(caplog: pytest.LogCap
             "2.weight: the gradient's norm 4e-09 is below 1e-06 (vanishing)",
         )
     )
-    assert tuple(problem.text for problem in debug.summary().problems) == tuple(problem.text for problem in found.problems)
+    assert tuple(problem.text for problem in debug.summary().problems) == tuple(problem.text for problem in check.problems)
     debug.clear()
     assert debug.summary().problems == ()
-    assert (found.missing, found.exploding(), found.vanishing()) == (("2.bias",), ("0.weight", "0.bias"), ("2.weight",))
-    assert isnan(found.gradient_norm or 0)
+    assert (check.missing, check.exploding(), check.vanishing()) == (("2.bias",), ("0.weight", "0.bias"), ("2.weight",))
+    assert isnan(check.gradient_norm or 0)
     logged = [(record.torchobs_kind, record.torchobs_subject) for record in caplog.records]  # type: ignore[attr-defined]
     assert logged == [
         ("nonfinite_loss", "loss"), ("nonfinite_gradient", "0.weight"), ("gradient_explosion", "0.bias"),
@@ -84,13 +84,13 @@ def test_a_loss_scale_is_divided_out(session: bool, fused: bool, request: pytest
         optimizer.zero_grad()
         scaler.scale(loss_of(model, seed)).backward()
         reference = norm_of(model) / 2.0**20
-        found = debug.check_gradients(model, scaler=None if session else scaler)
-        assert (found.loss_scale, found.gradient_norm) == (2.0**20, pytest.approx(reference, rel=1e-6))
-        assert found.problems == ()
+        check = debug.check_gradients(model, scaler=None if session else scaler)
+        assert (check.loss_scale, check.gradient_norm) == (2.0**20, pytest.approx(reference, rel=1e-6))
+        assert check.problems == ()
         if not fused:
             scaler.unscale_(optimizer)
-            found = debug.check_gradients(model, scaler=None if session else scaler)
-            assert (found.loss_scale, found.gradient_norm) == (1.0, pytest.approx(reference, rel=1e-6))
+            check = debug.check_gradients(model, scaler=None if session else scaler)
+            assert (check.loss_scale, check.gradient_norm) == (1.0, pytest.approx(reference, rel=1e-6))
         scaler.step(optimizer)
         scaler.update()
     assert debug.check_gradients(model, scaler=torch.amp.GradScaler("cpu", enabled=False)).loss_scale == 1.0
@@ -178,19 +178,19 @@ class Kept(logging.Handler):
 
 def test_a_bridge_hands_findings_to_the_training_s_logger() -> None:
     """Once each, with their fields, until it is closed; then they go where they went before."""
-    kept, own = Kept(), logging.getLogger("training of one's own")
-    own.addHandler(kept)
+    kept, logger = Kept(), logging.getLogger("training of one's own")
+    logger.addHandler(kept)
     try:
-        with debug.logging_bridge(own):
+        with debug.logging_bridge(logger):
             debug.logging_bridge(logging.getLogger("another")).close()
             debug.inspect_tensor(torch.tensor([nan]), "x")
             debug.inspect_tensor(torch.tensor([nan]), "x")  # held back
-            own.setLevel(logging.ERROR)
+            logger.setLevel(logging.ERROR)
             debug.inspect_tensor(torch.tensor([nan]), "y")
-        own.setLevel(logging.NOTSET)
+        logger.setLevel(logging.NOTSET)
         debug.inspect_tensor(torch.tensor([nan]), "z")
     finally:
-        own.removeHandler(kept)
+        logger.removeHandler(kept)
     assert [(record.getMessage(), vars(record)["torchobs_kind"]) for record in kept.records] == [
         ("inspect_tensor: x: 1 NaN of 1 elements", "nonfinite_tensor")
     ]
@@ -199,9 +199,9 @@ def test_a_bridge_hands_findings_to_the_training_s_logger() -> None:
 
 def test_without_any_gradient_it_asks_for_backward() -> None:
     """Called too late or too early."""
-    found = debug.check_gradients(mlp())
-    assert texts(found) == (
+    check = debug.check_gradients(mlp())
+    assert texts(check) == (
         "Sequential: no parameter of Sequential has a gradient: was backward() called, and not yet zero_grad()?",
     )
-    assert found.gradient_norm is None
+    assert check.gradient_norm is None
     assert debug.check_gradients(torch.nn.Module()).problems == ()

@@ -31,27 +31,27 @@ def test_components_are_counted_to_the_byte() -> None:
     model = torch.nn.Sequential(*wide(), torch.nn.BatchNorm1d(8))
     count = sum(x.numel() for x in model.parameters())
     optimizer = torch.optim.AdamW(model.parameters())
-    found = debug.memory_by_module(model, torch.randn(16, 64), optimizer=optimizer)
-    assert (found.parameters_bytes, found.gradients_bytes, found.buffers_bytes) == (4 * count, 4 * count, 72)
-    assert found.inputs_bytes == 16 * 64 * 4
-    assert found.optimizer_state_bytes == 8 * count + 4 * len(list(model.parameters()))  # two moments, and each one's step
-    assert {(row.name, row.activations_bytes) for row in found.modules} >= {
+    usage = debug.memory_by_module(model, torch.randn(16, 64), optimizer=optimizer)
+    assert (usage.parameters_bytes, usage.gradients_bytes, usage.buffers_bytes) == (4 * count, 4 * count, 72)
+    assert usage.inputs_bytes == 16 * 64 * 4
+    assert usage.optimizer_state_bytes == 8 * count + 4 * len(list(model.parameters()))  # two moments, and each one's step
+    assert {(row.name, row.activations_bytes) for row in usage.modules} >= {
         ("1", 16 * 256 * 4),
         ("3", 16 * 8 * 4 + 2 * 8 * 4),
     }  # the input, and mean and deviation
-    assert found.activations_bytes == sum(row.activations_bytes or 0 for row in found.modules)
-    assert str(found.batch_size) in str(found)
+    assert usage.activations_bytes == sum(row.activations_bytes or 0 for row in usage.modules)
+    assert str(usage.batch_size) in str(usage)
 
 
 def test_without_a_batch_there_are_the_weights_alone() -> None:
     """By module, tied ones once; nothing is run."""
     model = torch.nn.Sequential(torch.nn.Linear(4, 4, bias=False), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 4, bias=False))
     model[2].weight = model[0].weight
-    found = debug.memory_by_module(model)
-    assert (found.parameters_bytes, found.buffers_bytes, found.total_bytes) == (96, 40, 136)
-    assert (found.batch_size, found.activations_bytes, found.peak_bytes, found.gradients_bytes) == (None,) * 4
-    assert [(row.name, row.parameters_bytes, row.buffers_bytes) for row in found.modules] == [("1", 32, 40), ("0", 64, 0)]
-    assert found["0"].activations_bytes is None
+    usage = debug.memory_by_module(model)
+    assert (usage.parameters_bytes, usage.buffers_bytes, usage.total_bytes) == (96, 40, 136)
+    assert (usage.batch_size, usage.activations_bytes, usage.peak_bytes, usage.gradients_bytes) == (None,) * 4
+    assert [(row.name, row.parameters_bytes, row.buffers_bytes) for row in usage.modules] == [("1", 32, 40), ("0", 64, 0)]
+    assert usage["0"].activations_bytes is None
 
 
 def test_the_state_of_an_optimizer_that_has_not_stepped() -> None:
@@ -71,31 +71,31 @@ def test_the_state_of_an_optimizer_that_has_not_stepped() -> None:
 def test_lines_and_objects_that_grew_are_named() -> None:
     """Tensors by the line that made them, without those that are gone; Python's memory by ``tracemalloc``."""
     kept: list[Any] = []
-    with debug.memory_growth("leak") as found:
-        assert (found.host, found.tensor_lines) == (None, ())
+    with debug.memory_growth("leak") as growth:
+        assert (growth.host, growth.tensor_lines) == (None, ())
         for _ in range(5):
             kept.append(torch.ones(1000, 100))  # the tensors' line
             torch.ones(10_000, 10).add_(1)
         kept.append([str(number) * 100 for number in range(1000)])  # the texts' line
     lines = Path(__file__).read_text().splitlines()
-    (row,) = found.tensor_lines
-    assert (row.size_bytes, row.count, found.tensor_bytes) == (5 * 400_000, 5, 5 * 400_000)
-    assert found.tensor_peak_bytes == 6 * 400_000
+    (row,) = growth.tensor_lines
+    assert (row.size_bytes, row.count, growth.tensor_bytes) == (5 * 400_000, 5, 5 * 400_000)
+    assert growth.tensor_peak_bytes == 6 * 400_000
     assert "the tensors' line" in lines[int(row.name.rpartition(":")[2]) - 1]
-    assert "the texts' line" in lines[int(found.python_lines[0].name.rpartition(":")[2]) - 1]
-    assert found.python_lines[0].size_bytes > 200_000
-    assert {one.name: one.count for one in found.objects}["torch.Tensor"] == 5
+    assert "the texts' line" in lines[int(growth.python_lines[0].name.rpartition(":")[2]) - 1]
+    assert growth.python_lines[0].size_bytes > 200_000
+    assert {kind.name: kind.count for kind in growth.objects}["torch.Tensor"] == 5
     assert not tracemalloc.is_tracing()
-    assert "leak" in str(found)
+    assert "leak" in str(growth)
 
 
 def test_tracing_of_others_is_left_to_them() -> None:
     """Promise: the user's own goes on, and may end within a block; that of the leak probe, which was there first, as well."""
     tracemalloc.start()
-    with pytest.raises(ValueError, match="on"), debug.memory_growth() as found:
+    with pytest.raises(ValueError, match="on"), debug.memory_growth() as interrupted:
         raise ValueError("on")
     assert tracemalloc.is_tracing()
-    assert found.host is not None
+    assert interrupted.host is not None
     assert _python_dispatch._get_current_dispatch_mode() is None
     with debug.memory_growth() as growth:
         tracemalloc.stop()
@@ -113,12 +113,12 @@ def test_a_point_has_the_tensors_by_shape() -> None:
     """Views of one memory count once."""
     kept = torch.ones(123, 1000)
     views = [kept[:], kept[:]]
-    found = debug.memory("here")
-    (row,) = (row for row in found.largest if row.shape == (123, 1000))
+    point = debug.memory("here")
+    (row,) = (row for row in point.largest if row.shape == (123, 1000))
     assert (row.count, row.size_bytes, row.dtype, row.device) == (3, 492_000, "float32", "cpu")
-    assert found.host_bytes > 10 << 20
-    assert (found.label, found.devices, len(views)) == ("here", (), 2)
-    assert found.tensor_bytes >= 492_000
+    assert point.host_bytes > 10 << 20
+    assert (point.label, point.devices, len(views)) == ("here", (), 2)
+    assert point.tensor_bytes >= 492_000
 
 
 def test_all_tensors_are_counted_also_those_of_other_classes() -> None:
@@ -128,9 +128,9 @@ def test_all_tensors_are_counted_also_those_of_other_classes() -> None:
         pass
 
     many, weight = [torch.empty(1, 9) for _ in range(MOST_TENSORS + 10)], Weight(torch.ones(124, 1000))
-    found = debug.memory()
-    assert found.tensors > len(many)
-    assert {row.shape for row in found.largest} >= {(1, 9), tuple(weight.shape)}
+    point = debug.memory()
+    assert point.tensors > len(many)
+    assert {row.shape for row in point.largest} >= {(1, 9), tuple(weight.shape)}
 
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # what torch says of sparse, quantised and nested tensors
@@ -248,18 +248,18 @@ def test_a_model_that_is_run_beside_its_training_is_as_before(name: str) -> None
 def test_nothing_of_it_is_changed(function: Callable[..., Any], mode: Callable[[], Any]) -> None:
     """Promise: parameters are the same objects, ``.grad`` keeps what is in it, and no hook of a parameter is called."""
     model, x, called = _Checkpointed(reentrant=True), torch.randn(8, 6), list[object]()
-    before = [(name, each, each.clone()) for name, each in model.named_parameters(remove_duplicate=False)]
-    for each in model.parameters():
-        each.register_hook(called.append)
-        each.register_post_accumulate_grad_hook(called.append)
+    before = [(name, parameter, parameter.clone()) for name, parameter in model.named_parameters(remove_duplicate=False)]
+    for parameter in model.parameters():
+        parameter.register_hook(called.append)
+        parameter.register_post_accumulate_grad_hook(called.append)
     model.first.weight.grad = torch.ones(6, 6)
     with mode():
         function(model, x)
     after = list(model.named_parameters(remove_duplicate=False))
-    assert all(one is y and torch.equal(y, z) for (_, one), (_, y, z) in zip(after, before, strict=True))
+    assert all(parameter is y and torch.equal(y, z) for (_, parameter), (_, y, z) in zip(after, before, strict=True))
     assert [name for name, _ in after] == [name for name, *_ in before]
-    assert all(one is other for one, other in zip(model.cell._flat_weights, model.cell.parameters(), strict=True))
-    assert [name for name, each in model.named_parameters() if each.grad is not None] == ["first.weight"]
+    assert all(parameter is other for parameter, other in zip(model.cell._flat_weights, model.cell.parameters(), strict=True))
+    assert [name for name, parameter in model.named_parameters() if parameter.grad is not None] == ["first.weight"]
     assert torch.equal(model.first.weight.grad, torch.ones(6, 6))
     assert called == []
 

@@ -70,13 +70,13 @@ def test_contexts_nest_and_count() -> None:
     assert outer.time_s is not None
     assert inner.time_s is not None
     assert outer.time_s >= inner.time_s
-    found = debug.summary()
-    assert found.total_operations == 4
-    assert {row.operation: row.count for row in found.operations} == {"inner": 3, "outer": 1}
-    assert found.maximum_s is not None
-    assert found.mean_s is not None
-    assert found.maximum_s >= found.mean_s > 0
-    assert found.memory_peak_bytes > 0
+    summary = debug.summary()
+    assert summary.total_operations == 4
+    assert {row.operation: row.count for row in summary.operations} == {"inner": 3, "outer": 1}
+    assert summary.maximum_s is not None
+    assert summary.mean_s is not None
+    assert summary.maximum_s >= summary.mean_s > 0
+    assert summary.memory_peak_bytes > 0
     debug.clear()
     assert (debug.summary().total_operations, debug.summary().maximum_s) == (0, None)
     for number in range(40):
@@ -234,9 +234,9 @@ def test_a_session_counts_operations_and_records_anomalies(run: Recording) -> No
 
 def test_the_system_is_what_the_doctor_says() -> None:
     """Row by row; a check that fails is a problem."""
-    found = debug.system()
-    assert found["torch"].text.startswith(torch.__version__)
-    assert {row.name for row in found.checks if row.status == "fail"} == {problem.where for problem in found.problems}
+    system = debug.system()
+    assert system["torch"].text.startswith(torch.__version__)
+    assert {row.name for row in system.checks if row.status == "fail"} == {problem.where for problem in system.problems}
 
 
 def test_memory_that_is_kept_is_seen() -> None:

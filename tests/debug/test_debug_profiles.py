@@ -28,16 +28,16 @@ def test_steps_of_a_function(tmp_path: Path) -> None:
         layer(batch).sum().item()
 
     trace = tmp_path / "trace.json.gz"
-    found = debug.profile(step, wait=1, warmup=1, active=4, batch_size=8, trace=trace, tensorboard=tmp_path / "logs")
-    assert (calls, found.steps) == (6, 4)
-    assert found.flops == 4 * 2 * 8 * 16 * 32
-    assert found.sample_time_s == pytest.approx(found.time_s / 4 / 8)
-    assert all(name in found.table for name in ("aten::addmm", "aten::_local_scalar_dense", "[8, 16]"))
-    assert found.top_operator in found.table
+    profile = debug.profile(step, wait=1, warmup=1, active=4, batch_size=8, trace=trace, tensorboard=tmp_path / "logs")
+    assert (calls, profile.steps) == (6, 4)
+    assert profile.flops == 4 * 2 * 8 * 16 * 32
+    assert profile.sample_time_s == pytest.approx(profile.time_s / 4 / 8)
+    assert all(name in profile.table for name in ("aten::addmm", "aten::_local_scalar_dense", "[8, 16]"))
+    assert profile.top_operator in profile.table
     assert "aten::addmm" in gzip.decompress(trace.read_bytes()).decode()
     (board,) = (tmp_path / "logs").glob("*.pt.trace.json")
     assert json.loads(board.read_text())["traceEvents"]
-    assert "aten::addmm" in str(found)
+    assert "aten::addmm" in str(profile)
 
 
 def test_blocks_of_the_user_s_count_as_no_operators() -> None:
@@ -63,12 +63,12 @@ def row(key: str, kind: str, *, host: int = 0, device: int = 0, annotates: bool 
 
 def test_a_loop_of_ones_own() -> None:
     """All batches pass; the profile is there once its steps are, and the profiler is gone then."""
-    layer, seen = nn.Linear(4, 4), []
+    layer, profiled = nn.Linear(4, 4), []
     loop = debug.profile([torch.randn(3, 4) for _ in range(8)], wait=2, warmup=1, active=2)
     for batch in loop:
-        seen.append(torch.autograd._profiler_enabled())
+        profiled.append(torch.autograd._profiler_enabled())
         layer(batch)
-    assert seen == [False, False, False, True, True, False, False, False]
+    assert profiled == [False, False, False, True, True, False, False, False]
     assert loop.result.steps == 2
     assert "aten::addmm" in loop.result.table
 
@@ -93,15 +93,15 @@ def test_a_loop_that_ends_early() -> None:
 
 def test_a_block_with_stacks() -> None:
     """Rows by stack; an exception goes on and the profile is filled all the same; only one profiler at a time."""
-    with debug.profile("matmul", stacks=True) as found:
+    with debug.profile("matmul", stacks=True) as profile:
         torch.randn(64, 64) @ torch.randn(64, 64)
-    assert (found.name, found.steps) == ("matmul", 1)
-    assert "aten::mm" in found.table
-    assert "Source Location" in found.table
-    with pytest.raises(KeyError), debug.profile("broken") as found:  # noqa: PT012  # it is entered, then raises
+    assert (profile.name, profile.steps) == ("matmul", 1)
+    assert "aten::mm" in profile.table
+    assert "Source Location" in profile.table
+    with pytest.raises(KeyError), debug.profile("broken") as profile:  # noqa: PT012  # it is entered, then raises
         torch.ones(3).sum()
         raise KeyError
-    assert "aten::sum" in found.table
+    assert "aten::sum" in profile.table
     with debug.profile("outer"), pytest.raises(RuntimeError, match="another profiler"):
         debug.profile(lambda: None)
     assert not torch.autograd._profiler_enabled()

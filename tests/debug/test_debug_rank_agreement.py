@@ -40,16 +40,16 @@ def sharded(layout: str) -> nn.Module:
 def shards(rank: int, layout: str) -> dict[str, Any]:
     """What is said of a sharded model, whose batch has a NaN on one rank."""
     batch = torch.ones(6, 4)
-    found: dict[str, Any] = {"agreement": debug.compare_ranks(sharded(layout)).to_dict()}
+    result: dict[str, Any] = {"agreement": debug.compare_ranks(sharded(layout)).to_dict()}
     flops = debug.count_flops(sharded(layout), batch)
-    found["flops"] = [flops.forward, flops.backward, list(flops.unknown)]
-    found["parameters"] = debug.memory_by_module(sharded(layout), batch).parameters_bytes
+    result["flops"] = [flops.forward, flops.backward, list(flops.unknown)]
+    result["parameters"] = debug.memory_by_module(sharded(layout), batch).parameters_bytes
     batch[3, 1] = float("nan") if rank else 1.0
     model = sharded(layout)
     origin = debug.trace_nan(model, batch)
-    found["origin"] = None if origin is None else [origin.kind, origin.sample]
-    found["next loss"] = model(torch.ones(6, 4)).sum().item()  # the other rank takes part in it
-    return found
+    result["origin"] = None if origin is None else [origin.kind, origin.sample]
+    result["next loss"] = model(torch.ones(6, 4)).sum().item()  # the other rank takes part in it
+    return result
 
 
 def rank_main(rank: int, directory: str) -> None:
@@ -87,16 +87,16 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 def test_ranks_that_agree_and_ranks_that_differ(said: list[dict[str, Any]]) -> None:
     """After a backward pass with different data batch norm's buffers differ, which is usual; what differs is named on both."""
-    for rank, one in enumerate(said):
-        assert (one["begun"]["ok"], one["begun"]["world_size"], one["begun"]["rank"]) == (True, 2, rank)
-        trained = one["trained"]
+    for rank, answers in enumerate(said):
+        assert (answers["begun"]["ok"], answers["begun"]["world_size"], answers["begun"]["rank"]) == (True, 2, rank)
+        trained = answers["trained"]
         assert (trained["ok"], trained["problems"]) == (True, [])
         assert {row["kind"] for row in trained["disagreements"]} == {"buffer"}
-        rows = {(row["kind"], row["name"]): row for row in one["differ"]["disagreements"]}
-        assert not one["differ"]["ok"]
+        rows = {(row["kind"], row["name"]): row for row in answers["differ"]["disagreements"]}
+        assert not answers["differ"]["ok"]
         assert rows["parameter", "0.weight"]["ranks"] == rows["gradient", "2.weight"]["ranks"] == [1]
         assert len(rows["gradient", "2.weight"]["norms"]) == 2
-        assert one["mode"]["structure_differs"] == [1]
+        assert answers["mode"]["structure_differs"] == [1]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -106,13 +106,13 @@ def test_sharded_models(said: list[dict[str, Any]], layout: str) -> None:
     FLOPs are the whole model's products, both passes, and the gathering multiplies nothing.
     """
     products = 2 * 6 * (4 * 8 + 8 * 2)
-    for one in said:
-        agreement = one[layout]["agreement"]
+    for answers in said:
+        agreement = answers[layout]["agreement"]
         assert (agreement["ok"], agreement["problems"]) == (True, [])
         assert agreement["sharded"] == (2 if layout == "fsdp1" else 4)
-        assert one[layout]["flops"] == [products, products + 2 * 6 * 8 * 2, []]
-    assert sum(one[layout]["parameters"] for one in said) == 4 * 58
-    assert [one[layout]["origin"] for one in said] == [None, ["input", 3]]
+        assert answers[layout]["flops"] == [products, products + 2 * 6 * 8 * 2, []]
+    assert sum(answers[layout]["parameters"] for answers in said) == 4 * 58
+    assert [answers[layout]["origin"] for answers in said] == [None, ["input", 3]]
     assert said[0][layout]["next loss"] == said[1][layout]["next loss"]
 
 
@@ -120,8 +120,8 @@ def test_one_process_agrees_with_itself() -> None:
     """Without a process group; any types of parameters."""
     model = nn.Linear(3, 3).to(torch.bfloat16)
     model.register_buffer("frequencies", torch.ones(2, dtype=torch.complex64))
-    found = debug.compare_ranks(model)
-    assert (found.ok, found.world_size, found.disagreements, found.problems) == (True, 1, (), ())
+    comparison = debug.compare_ranks(model)
+    assert (comparison.ok, comparison.world_size, comparison.disagreements, comparison.problems) == (True, 1, (), ())
     with pytest.raises(TypeError, match="compare_ranks"):
         debug.compare_ranks(3)
 
@@ -145,10 +145,10 @@ def test_nothing_is_found_in_healthy_models(name: str) -> None:
     make, sample = MODELS[name]
     model, (inputs, _) = make(), sample()
     before, random = [x.clone() for x in model.state_dict().values()], torch.get_rng_state()
-    found = debug.check_devices(model, inputs, optimizer=torch.optim.Adam(model.parameters()))
-    assert (found.device, found.misplaced, found.copies, found.error, found.problems) == ("cpu", (), (), None, ())
-    assert found.devices[0].parameters == len(list(model.parameters()))
-    assert found.devices[0].inputs == 1
+    check = debug.check_devices(model, inputs, optimizer=torch.optim.Adam(model.parameters()))
+    assert (check.device, check.misplaced, check.copies, check.error, check.problems) == ("cpu", (), (), None, ())
+    assert check.devices[0].parameters == len(list(model.parameters()))
+    assert check.devices[0].inputs == 1
     assert all(map(torch.equal, before, model.state_dict().values()))
     assert torch.equal(random, torch.get_rng_state())
     assert hooks(model) == 0
@@ -158,12 +158,12 @@ def test_a_parameter_and_an_input_elsewhere_are_named() -> None:
     """The forward pass that fails for it is told, not raised."""
     model = nn.Sequential(nn.Linear(4, 64), nn.Linear(64, 2))
     model[1].bias = nn.Parameter(torch.zeros(2, device="meta"))
-    found = debug.check_devices(model, {"input": torch.zeros(3, 4, device="meta")})
-    assert [(row.kind, row.name, row.device) for row in found.misplaced] == [
+    check = debug.check_devices(model, {"input": torch.zeros(3, 4, device="meta")})
+    assert [(row.kind, row.name, row.device) for row in check.misplaced] == [
         ("parameter", "1.bias", "meta"), ("input", "input.input", "meta"),
     ]  # fmt: skip
-    assert "1.bias: the parameter is on meta, not on cpu" in texts(found)
-    assert "misplaced" in str(found)
+    assert "1.bias: the parameter is on meta, not on cpu" in texts(check)
+    assert "misplaced" in str(check)
 
 
 def test_state_of_the_optimizer_elsewhere() -> None:

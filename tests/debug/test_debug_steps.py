@@ -26,29 +26,29 @@ def test_a_step_is_that_of_a_plain_loop(name: str) -> None:
     """To the bit, with everything asked for, twice in a row; nothing is found in healthy models, and no hook stays."""
     make, sample = MODELS[name]
     torch.manual_seed(1)
-    one = make()
+    plain = make()
     torch.manual_seed(1)
-    other = make()
-    optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-2) for model in (one, other)]
+    checked = make()
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-2) for model in (plain, checked)]
     for number in range(3):
         torch.manual_seed(number)
-        loss = step(one, optimizers[0], sample())
+        loss = step(plain, optimizers[0], sample())
         torch.manual_seed(number)
         inputs, target = sample()
-        found = debug.training_step(
-            other, inputs, functional.cross_entropy, optimizers[1], target=target, activations=True, weights=True
+        result = debug.training_step(
+            checked, inputs, functional.cross_entropy, optimizers[1], target=target, activations=True, weights=True
         )
-        assert (found.loss, found.problems, found.ok) == (loss.item(), (), True)
-        assert found.forward.activations
-        assert found.weights is not None
-        assert 0 < found.optimization.update_ratio < 1
-        assert found.gradient_norm > 0
-        assert min(found.time_s, found.forward.time_s, found.backward.time_s, found.optimization.time_s) > 0
-        assert "loss" in str(found)
-        assert found.to_dict()["forward"]["inputs"][0]["name"] == "input"
-        assert "_output" not in found.to_dict()["forward"]
-    assert all(map(torch.equal, one.state_dict().values(), other.state_dict().values()))
-    assert hooks(other) == 0
+        assert (result.loss, result.problems, result.ok) == (loss.item(), (), True)
+        assert result.forward.activations
+        assert result.weights is not None
+        assert 0 < result.optimization.update_ratio < 1
+        assert result.gradient_norm > 0
+        assert min(result.time_s, result.forward.time_s, result.backward.time_s, result.optimization.time_s) > 0
+        assert "loss" in str(result)
+        assert result.to_dict()["forward"]["inputs"][0]["name"] == "input"
+        assert "_output" not in result.to_dict()["forward"]
+    assert all(map(torch.equal, plain.state_dict().values(), checked.state_dict().values()))
+    assert hooks(checked) == 0
     summary = debug.training_summary()
     assert (summary.total_steps, summary.anomaly_steps, summary.anomaly_rate, summary.source) == (3, 0, 0.0, "monitored")
 
@@ -74,17 +74,17 @@ def test_a_loss_function_may_call_the_model_itself() -> None:
     def by_output(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         return functional.mse_loss(output / 2.0, target / 2.0)
 
-    found, both = [], (inputs, targets)
+    results, both = [], (inputs, targets)
     calls: list[tuple[Any, Any, Any]] = [(both, loss_fn, None), (both, by_output, None), (inputs, by_output, targets)]
-    for given, how, target in calls:
+    for samples, how, target in calls:
         torch.manual_seed(0)
         model = _Doubling()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        step = debug.training_step(model, given, how, optimizer, target=target)
+        step = debug.training_step(model, samples, how, optimizer, target=target)
         assert step.forward is not None
-        found.append((step.loss, [row.name for row in step.forward.inputs], step.forward.output.tolist()))
-    assert found[0] == found[1] == found[2]
-    assert found[0][1] == ["input"]
+        results.append((step.loss, [row.name for row in step.forward.inputs], step.forward.output.tolist()))
+    assert results[0] == results[1] == results[2]
+    assert results[0][1] == ["input"]
 
 
 def test_each_part_alone() -> None:
@@ -117,14 +117,14 @@ def test_a_bad_batch_is_told_as_such() -> None:
     model = mlp()
     inputs, targets = batch()
     inputs[0, 0] = nan
-    found = debug.training_step(
+    result = debug.training_step(
         model, (inputs, targets), functional.mse_loss, torch.optim.SGD(model.parameters(), lr=0.1), activations=True
     )
-    assert not found.ok
-    assert texts(found)[:4] == (
+    assert not result.ok
+    assert texts(result)[:4] == (
         "input: 1 NaN of 32 elements", "0: 16 NaN of 64 elements", "1: 16 NaN of 64 elements", "2: 1 NaN of 4 elements",
     )  # fmt: skip
-    said = {problem.text for problem in found.problems}
+    said = {problem.text for problem in result.problems}
     assert "the loss is nan" in said
     assert "the norm of the parameters is nan after the step" in said
     assert "the total gradient norm is nan" in said
@@ -146,10 +146,10 @@ class Keywords(torch.nn.Module):
 
 def test_batches_and_outputs_of_any_nesting() -> None:
     """Dicts go by keyword, tuples by position; each tensor in them, and in a dataclass, has a name, and its NaN is told."""
-    found = debug.forward_pass(Keywords(), {"tokens": torch.tensor([-1.0, 1.0]), "scale": 2.0})
-    assert [row.name for row in found.inputs] == ["input.tokens"]
-    assert [row.name for row in found.outputs] == ["output.logits", "output.more.logits", "output.more.hidden[0]"]
-    assert texts(found) == ("output.more.hidden[0]: 1 NaN of 2 elements",)
+    forward = debug.forward_pass(Keywords(), {"tokens": torch.tensor([-1.0, 1.0]), "scale": 2.0})
+    assert [row.name for row in forward.inputs] == ["input.tokens"]
+    assert [row.name for row in forward.outputs] == ["output.logits", "output.more.logits", "output.more.hidden[0]"]
+    assert texts(forward) == ("output.more.hidden[0]: 1 NaN of 2 elements",)
     bilinear = debug.forward_pass(torch.nn.Bilinear(2, 3, 1), (torch.ones(1, 2), torch.ones(1, 3)))
     assert [row.name for row in bilinear.inputs] == ["input[0]", "input[1]"]
 
@@ -177,10 +177,10 @@ def test_monitored_steps_are_judged_and_counted() -> None:
     spike = debug.monitor_step(model, 1e4, vanishing=1e-30)
     assert spike.loss_anomaly
     assert any("far above the usual" in text for text in texts(spike))
-    found = debug.training_summary()
-    assert (found.total_steps, found.anomaly_steps) == (34, 4)
-    assert (found.gradient_explosions, found.gradient_vanishing, found.loss_anomalies) == (1, 1, 2)
-    assert found.anomaly_rate == pytest.approx(4 / 34)
+    summary = debug.training_summary()
+    assert (summary.total_steps, summary.anomaly_steps) == (34, 4)
+    assert (summary.gradient_explosions, summary.gradient_vanishing, summary.loss_anomalies) == (1, 1, 2)
+    assert summary.anomaly_rate == pytest.approx(4 / 34)
     debug.clear()
     assert debug.training_summary().total_steps == 0
 
@@ -190,14 +190,14 @@ def test_steps_that_a_loss_scaler_skips_are_no_anomalies() -> None:
     model = mlp()
     optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.01), torch.amp.GradScaler("cpu", init_scale=2.0**30)
     inputs, targets = batch()
-    given = model, (inputs, targets), functional.mse_loss, optimizer
-    steps = [debug.training_step(*given, scaler=scaler, amp="fp16") for _ in range(25)]
-    skipped = [one.optimization.skipped for one in steps]
+    arguments = model, (inputs, targets), functional.mse_loss, optimizer
+    steps = [debug.training_step(*arguments, scaler=scaler, amp="fp16") for _ in range(25)]
+    skipped = [result.optimization.skipped for result in steps]
     assert skipped[0]
     assert not skipped[-1]
     assert skipped == sorted(skipped, reverse=True)
-    assert [one.problems for one in steps] == [()] * 25
-    assert all((one.optimization.update_norm == 0) == one.optimization.skipped for one in steps)
+    assert [result.problems for result in steps] == [()] * 25
+    assert all((result.optimization.update_norm == 0) == result.optimization.skipped for result in steps)
     assert debug.training_summary().anomaly_steps == 0
 
 
@@ -210,9 +210,9 @@ def test_the_summary_is_the_session_s_where_no_step_was_monitored(run: Recording
         loss_of(model, seed).backward()
         optimizer.step()
     run.look()
-    found = debug.training_summary()
-    assert (found.source, found.anomaly_steps) == ("recorded", 0)
-    assert found.total_steps >= 3  # the last one is pending until the next begins
+    summary = debug.training_summary()
+    assert (summary.source, summary.anomaly_steps) == ("recorded", 0)
+    assert summary.total_steps >= 3  # the last one is pending until the next begins
     debug.clear()
     assert debug.training_summary().total_steps <= 1
     for loss in (1.0, 1.0, nan):
@@ -249,13 +249,13 @@ def test_a_caller_s_threshold_holds_for_the_whole_verdict() -> None:
             with pytest.raises(ValueError, match="a threshold of a norm is above 0"):
                 check(graded(1.0), **limits)
     model, (inputs, targets) = mlp(), batch()
-    given = model, (inputs, 1e3 * targets + 1e3), functional.mse_loss, torch.optim.SGD(model.parameters(), lr=1e-6)
+    arguments = model, (inputs, 1e3 * targets + 1e3), functional.mse_loss, torch.optim.SGD(model.parameters(), lr=1e-6)
     before = [parameter.detach().clone() for parameter in model.parameters()]
     with pytest.raises(ValueError, match="a threshold of a norm is above 0"):
-        debug.training_step(*given, exploding=-1.0)
+        debug.training_step(*arguments, exploding=-1.0)
     assert all(map(torch.equal, before, model.parameters()))
-    assert not debug.training_step(*given).ok
-    assert debug.training_step(*given, exploding=1e9).problems == ()
+    assert not debug.training_step(*arguments).ok
+    assert debug.training_step(*arguments, exploding=1e9).problems == ()
 
 
 def test_a_large_norm_that_is_usual_is_no_explosion() -> None:
@@ -265,12 +265,12 @@ def test_a_large_norm_that_is_usual_is_no_explosion() -> None:
     def step(norm: float) -> bool:
         for parameter in model.parameters():
             parameter.grad = torch.full_like(parameter, norm)
-        found = debug.monitor_step(model, 1.0)
-        assert found.gradient_explosion == (not found.ok) == any("exploding" in text for text in texts(found))
-        return found.gradient_explosion
+        monitored = debug.monitor_step(model, 1.0)
+        assert monitored.gradient_explosion == (not monitored.ok) == any("exploding" in text for text in texts(monitored))
+        return monitored.gradient_explosion
 
-    told = [step(chance.lognormvariate(5.0, 0.2)) for _ in range(100)]
-    assert told == [True] * WARM_UP + [False] * (100 - WARM_UP)
+    explosions = [step(chance.lognormvariate(5.0, 0.2)) for _ in range(100)]
+    assert explosions == [True] * WARM_UP + [False] * (100 - WARM_UP)
     assert step(15e3)
     assert not step(150.0)
 
@@ -306,11 +306,11 @@ def test_scripted_modules_take_no_hooks_and_are_looked_at_from_outside() -> None
     scripted = torch.jit.script(nn.Sequential(nn.Linear(4, 8), nn.ReLU()))
     model, x = nn.Sequential(scripted, nn.Linear(8, 2)), torch.randn(5, 4)
     for _ in range(2):
-        for one in (model, scripted):
-            assert debug.memory_by_module(one, x).activations_bytes > 0
-            assert debug.inference(one, x).problems == ()
-            optimizer = torch.optim.SGD(one.parameters(), 0.1)
-            step = debug.training_step(one, x, lambda out: out.square().mean(), optimizer, activations=True)
+        for module in (model, scripted):
+            assert debug.memory_by_module(module, x).activations_bytes > 0
+            assert debug.inference(module, x).problems == ()
+            optimizer = torch.optim.SGD(module.parameters(), 0.1)
+            step = debug.training_step(module, x, lambda out: out.square().mean(), optimizer, activations=True)
             assert step.optimization.update_norm > 0
         assert [row.name for row in debug.forward_pass(model, x, activations=True).activations] == ["1"]
         assert debug.trace_nan(model, x) is None

@@ -44,14 +44,14 @@ def test_a_validation() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Dropout())
     model[1].eval()
     stopper = debug.early_stopping("loss", mode="min", patience=1)
-    with debug.validation(model, stopper=stopper) as found:
+    with debug.validation(model, stopper=stopper) as validation:
         assert not model.training
         for samples, loss in ((3, 1.0), (1, 5.0)):
             output = model(torch.ones(samples, 2))
-            found.add(samples, loss=torch.tensor(loss))
+            validation.add(samples, loss=torch.tensor(loss))
         assert not output.requires_grad
     assert (model.training, model[0].training, model[1].training) == (True, True, False)
-    assert (found.samples, found.batches, found.metrics, found.problems) == (4, 2, {"loss": 2.0}, ())
+    assert (validation.samples, validation.batches, validation.metrics, validation.problems) == (4, 2, {"loss": 2.0}, ())
     assert stopper.last is not None
     assert stopper.last.value == 2.0
     with pytest.raises(ZeroDivisionError), debug.validation(model) as broken:  # it is entered, then raises
@@ -64,28 +64,28 @@ def test_a_validation() -> None:
 
 def test_means_are_over_the_samples_and_of_a_wider_type() -> None:
     """Promise: each metric's is over the samples that it was given for; half precision gives no NaN, infinity or rounding."""
-    with debug.validation() as found:
+    with debug.validation() as validation:
         for index, samples in enumerate((6, 2, 1)):
-            found.add(samples, loss=1.0, **({} if index == 1 else {"recall": torch.tensor(0.7 * index)}))
-    assert (found.metrics, found.samples) == ({"loss": 1.0, "recall": pytest.approx(1.4 / 7)}, 9)
-    with debug.validation() as found:
+            validation.add(samples, loss=1.0, **({} if index == 1 else {"recall": torch.tensor(0.7 * index)}))
+    assert (validation.metrics, validation.samples) == ({"loss": 1.0, "recall": pytest.approx(1.4 / 7)}, 9)
+    with debug.validation() as validation:
         for loss in (3.0, 1.0) * 600:
             half = {str(kind): torch.tensor(loss, dtype=kind) for kind in (torch.float16, torch.bfloat16)}
-            found.add(64, numpy=np.float16(loss), **half)
-    assert set((found.metrics or {}).values()) == {2.0}
+            validation.add(64, numpy=np.float16(loss), **half)
+    assert set((validation.metrics or {}).values()) == {2.0}
 
 
 def test_decisions_and_validations_are_events(run: Recording) -> None:
     """With the value, the patience left, the samples and the metrics; the stop is a finding, too."""
     stopper = debug.early_stopping("loss", mode="min", patience=1)
     for loss in (1.0, 2.0):
-        with debug.validation(stopper=stopper) as found:
-            found.add(5, loss=loss)
+        with debug.validation(stopper=stopper) as validation:
+            validation.add(5, loss=loss)
     decisions = run.attributes("torchobs.debug.early_stopping")
-    assert [(one["value"], one["best"], one["patience_left"], one["stop"]) for one in decisions] == [
+    assert [(event["value"], event["best"], event["patience_left"], event["stop"]) for event in decisions] == [
         (1.0, 1.0, 1, False), (2.0, 1.0, 0, True),
     ]  # fmt: skip
     validations = run.attributes("torchobs.debug.validation")
-    assert [(one["samples"], one["batches"], one["loss"]) for one in validations] == [(5, 1, 1.0), (5, 1, 2.0)]
+    assert [(event["samples"], event["batches"], event["loss"]) for event in validations] == [(5, 1, 1.0), (5, 1, 2.0)]
     (stop,) = run.frames("torchobs.debug.finding")
     assert stop["attrs"]["kind"] == "early_stop"

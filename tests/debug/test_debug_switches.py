@@ -85,15 +85,15 @@ def test_all_switches_look_and_change_nothing(run: Recording, tmp_path: Path) ->
     watched = Training()
     debug.enable("full", gradients_every=4, memory_every=3, performance_every=5, profile_every=2, trace_dir=tmp_path)
     watched.run(12)
-    found = debug.status()
+    status = debug.status()
     assert all(map(torch.equal, plain.model.state_dict().values(), watched.model.state_dict().values()))
-    assert (found.enabled, found.steps, found.model) == (tuple(SWITCHES), 12, "Sequential")
+    assert (status.enabled, status.steps, status.model) == (tuple(SWITCHES), 12, "Sequential")
     assert looks() | {"forward_pass": 0} == {
         "autograd_anomaly": 0, "autograd_profiler": 3, "tensorboard_traces": 3, "memory_usage": 4, "gradient_norms": 3,
         "forward_pass": 0, "backward_pass": 3, "device_placement": 3, "mixed_precision": 3, "data_loading": 3,
         "validation": 3, "early_stopping": 3, "lr_scheduling": 3,
     }  # fmt: skip
-    unseen = [row.name for row in found.switches if row.error or not row.last]
+    unseen = [row.name for row in status.switches if row.error or not row.last]
     assert set(unseen) <= {"forward_pass"}  # whose probe begins after some steps
     assert {last("mixed_precision"), last("lr_scheduling")} == {"autocast off", "lr 0.01"}
     assert "top operator" in last("autograd_profiler")
@@ -180,8 +180,8 @@ def test_steps_that_are_looked_at_are_steps_that_were_checked() -> None:
         debug.enable(switches, gradients_every=1)
         training.run(2)
         training.run(1, scale=float("nan"))
-        found = debug.training_summary()
-        assert (found.total_steps, found.anomaly_steps, found.loss_anomalies, found.source) == (3, 1, 1, "monitored")
+        summary = debug.training_summary()
+        assert (summary.total_steps, summary.anomaly_steps, summary.loss_anomalies, summary.source) == (3, 1, 1, "monitored")
         debug.disable()
 
 
@@ -192,13 +192,13 @@ def test_a_run_keeps_what_it_has_seen(caplog: pytest.LogCaptureFixture) -> None:
         training.run(3)
         torch.tensor([-1.0]).sqrt()
         assert (run.ok, [problem.kind for problem in run.problems]) == (False, ["nonfinite_result"])
-    found = run.summary()
+    summary = run.summary()
     assert (run.enabled, debug.status().enabled, hooks(training.model)) == ((), (), 0)
     torchobs.shutdown()
     assert state() == before
     debug.inspect_tensor(torch.tensor([float("nan")]))
-    assert (run.summary(), found.ok, found.steps, found.model) == (found, False, 3, "Sequential")
-    assert (found["gradient_norms"].looks, found.training.total_steps, len(found.switches)) == (3, 3, 13)
+    assert (run.summary(), summary.ok, summary.steps, summary.model) == (summary, False, 3, "Sequential")
+    assert (summary["gradient_norms"].looks, summary.training.total_steps, len(summary.switches)) == (3, 3, 13)
     assert "1 NaN from sqrt at" in last("autograd_anomaly")  # also after the end
     said = [record.getMessage() for record in caplog.records if "pass of step" in record.getMessage()]
     assert any("loss" in text for text in said)

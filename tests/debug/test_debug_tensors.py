@@ -36,9 +36,9 @@ class Int8(torch.Tensor):
     @classmethod
     def of(cls, values: torch.Tensor, scale: torch.Tensor) -> Any:
         """One of that shape."""
-        made: Any = torch.Tensor._make_wrapper_subclass(cls, values.shape, dtype=torch.float32)
-        made.whole, made.scale = values, scale
-        return made
+        tensor: Any = torch.Tensor._make_wrapper_subclass(cls, values.shape, dtype=torch.float32)
+        tensor.whole, tensor.scale = values, scale
+        return tensor
 
     def __tensor_flatten__(self) -> tuple[list[str], None]:
         return ["whole", "scale"], None
@@ -90,10 +90,10 @@ ODD: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
 @pytest.mark.filterwarnings("ignore::UserWarning")  # torch's own, of its prototypes
 def test_every_kind_of_tensor_is_analysed() -> None:
     """Whatever it is, the call returns what is known of it, and the result prints and becomes JSON."""
-    found = {kind: debug.inspect_tensor(make(), kind) for kind, (make, _) in ODD.items()}
-    said = {kind: {name: getattr(found[kind], name) for name in expected} for kind, (_, expected) in ODD.items()}
+    results = {kind: debug.inspect_tensor(make(), kind) for kind, (make, _) in ODD.items()}
+    said = {kind: {name: getattr(results[kind], name) for name in expected} for kind, (_, expected) in ODD.items()}
     assert said == {kind: expected for kind, (_, expected) in ODD.items()}
-    for kind, stats in found.items():
+    for kind, stats in results.items():
         assert json.loads(json.dumps(stats.to_dict()))["name"] == kind
         assert kind in str(stats)
         assert stats._repr_html_().startswith("<div>")
@@ -103,20 +103,20 @@ def test_statistics_are_torch_s_own_of_the_finite_elements() -> None:
     """Mean, deviation, extremes, quantiles, histogram; one NaN does not hide the other elements, but it is in the norm."""
     generator = torch.Generator().manual_seed(1)
     clean = torch.randn(10_001, generator=generator)
-    found = debug.inspect_tensor(clean, "clean")
-    assert found.mean == pytest.approx(clean.double().mean().item(), rel=1e-12)
-    assert found.std == pytest.approx(clean.double().std().item(), rel=1e-12)
-    assert (found.min, found.max, found.sampled) == (clean.min().item(), clean.max().item(), 10_001)
-    assert found.norm == pytest.approx(clean.double().norm().item(), rel=1e-12)
-    for place, value in found.quantiles.items():
+    stats = debug.inspect_tensor(clean, "clean")
+    assert stats.mean == pytest.approx(clean.double().mean().item(), rel=1e-12)
+    assert stats.std == pytest.approx(clean.double().std().item(), rel=1e-12)
+    assert (stats.min, stats.max, stats.sampled) == (clean.min().item(), clean.max().item(), 10_001)
+    assert stats.norm == pytest.approx(clean.double().norm().item(), rel=1e-12)
+    for place, value in stats.quantiles.items():
         assert value == pytest.approx(clean.double().quantile(float(place)).item(), rel=1e-9, abs=1e-12)
     expected = clean.histc(20, clean.min().item(), clean.max().item())
-    assert sum(found.histogram) == 10_001
-    assert all(abs(a - b) <= 1 for a, b in zip(found.histogram, expected.tolist(), strict=True))  # an edge falls on either side
+    assert sum(stats.histogram) == 10_001
+    assert all(abs(a - b) <= 1 for a, b in zip(stats.histogram, expected.tolist(), strict=True))  # an edge falls on either side
     spoiled = torch.cat([clean, torch.tensor([nan, float("inf"), -float("inf")])])
     other = debug.inspect_tensor(spoiled, "spoiled")
-    assert (other.mean, other.std, other.min, other.max) == pytest.approx((found.mean, found.std, found.min, found.max))
-    assert other.quantiles == pytest.approx(found.quantiles)
+    assert (other.mean, other.std, other.min, other.max) == pytest.approx((stats.mean, stats.std, stats.min, stats.max))
+    assert other.quantiles == pytest.approx(stats.quantiles)
     assert (other.nan_count, other.inf_count, other.has_nan, other.has_inf) == (1, 2, True, True)
     assert isnan(other.norm or 0)
 
@@ -127,11 +127,11 @@ def test_a_large_tensor_is_computed_in_parts_and_sampled(monkeypatch: pytest.Mon
     monkeypatch.setattr(tensors, "SAMPLE", 3000)
     x = torch.randn(10_500, generator=torch.Generator().manual_seed(2), dtype=torch.float64) + 1e6
     x[1507] = nan
-    found, finite = debug.inspect_tensor(x, "x"), x[~x.isnan()]
-    assert (found.mean, found.std) == pytest.approx((finite.mean().item(), finite.std().item()), rel=1e-9)
-    assert (found.nan_count, found.counted, found.min, found.max) == (1, 10_500, finite.min().item(), finite.max().item())
-    assert found.sampled == sum(found.histogram) == 2863  # of at most 3000, of which one is NaN
-    assert found.quantiles["0.5"] == pytest.approx(1e6, abs=0.1)
+    stats, finite = debug.inspect_tensor(x, "x"), x[~x.isnan()]
+    assert (stats.mean, stats.std) == pytest.approx((finite.mean().item(), finite.std().item()), rel=1e-9)
+    assert (stats.nan_count, stats.counted, stats.min, stats.max) == (1, 10_500, finite.min().item(), finite.max().item())
+    assert stats.sampled == sum(stats.histogram) == 2863  # of at most 3000, of which one is NaN
+    assert stats.quantiles["0.5"] == pytest.approx(1e6, abs=0.1)
 
 
 class Reads(TorchDispatchMode):
@@ -139,12 +139,12 @@ class Reads(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.found: list[str] = []
+        self.names: list[str] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__
         if name in {"_local_scalar_dense", "item", "nonzero", "masked_select", "is_nonzero", "equal", "_unique2"}:
-            self.found.append(name)
+            self.names.append(name)
         return func(*args, **(kwargs or {}))
 
 
@@ -164,7 +164,7 @@ def test_numbers_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
         debug.inspect_tensor(torch.randn(100), "x")
         debug.inspect_parameters(model)
         debug.check_gradients(model, torch.tensor(1.0))
-    assert (len(copies), reads.found) == (3, [])
+    assert (len(copies), reads.names) == (3, [])
 
 
 def test_the_tensor_and_its_graph_are_left_alone() -> None:
@@ -187,11 +187,11 @@ def test_parameters_of_a_model() -> None:
     model[2].bias.requires_grad_(False)  # noqa: FBT003  # torch takes no keyword
     with torch.no_grad():
         model[0].weight[0, 0], model[0].weight[0, 1] = nan, float("inf")
-    found = debug.inspect_parameters(model)
-    assert [row.name for row in found.parameters] == ["0.weight", "0.bias", "2.weight", "2.bias"]
-    assert (found.numel, found.trainable, found.size_bytes) == (161, 160, 644)
-    assert texts(found) == ("0.weight: 1 NaN and 1 Inf of 128 elements",)
-    assert (found.has_nan, found.has_inf, isnan(found.norm or 0)) == (True, True, True)
+    inspection = debug.inspect_parameters(model)
+    assert [row.name for row in inspection.parameters] == ["0.weight", "0.bias", "2.weight", "2.bias"]
+    assert (inspection.numel, inspection.trainable, inspection.size_bytes) == (161, 160, 644)
+    assert texts(inspection) == ("0.weight: 1 NaN and 1 Inf of 128 elements",)
+    assert (inspection.has_nan, inspection.has_inf, isnan(inspection.norm or 0)) == (True, True, True)
     assert debug.inspect_parameters(torch.nn.Module()).parameters == ()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -81,14 +81,14 @@ def test_the_operator_that_made_it_is_named(name: str, loss_fn: Any) -> None:
     """Promise: whether or not it has a gradient, in whatever precision, with the user's line; the loss is not blamed."""
     torch.manual_seed(0)
     forward, operator, code = FAULTS[name]
-    given = (batch(), torch.zeros(6, 4))
+    pair = (batch(), torch.zeros(6, 4))
     loss = None if loss_fn is None else lambda out, target: loss_fn(out.float()[:, -4:], target)
-    origin = debug.trace_nan(Net(forward), given if loss else given[0], loss)
+    origin = debug.trace_nan(Net(forward), pair if loss else pair[0], loss)
     assert origin is not None
     assert (origin.kind, origin.operator, origin.module) == ("operator", operator, "Net")
     file, _, number = origin.line.rpartition(":")
     assert code in Path(file).read_text().splitlines()[int(number) - 1]
-    assert all(not each.nan_count and ((each.min or 0.0) > -1e9 or name == "masked") for each in origin.inputs)
+    assert all(not stats.nan_count and ((stats.min or 0.0) > -1e9 or name == "masked") for stats in origin.inputs)
 
 
 @dataclass

@@ -50,7 +50,7 @@ def public() -> Iterator[tuple[str, Any]]:
             if isinstance(value, type) and not issubclass(value, BaseException):
                 methods = {method for base in value.__mro__ if base.__module__.startswith("torchobs.") for method in vars(base)}
                 callables = {method: getattr(value, method) for method in methods if not method.startswith("_")}
-                yield from ((f"{name}.{method}", each) for method, each in callables.items() if inspect.isfunction(each))
+                yield from ((f"{name}.{key}", method) for key, method in callables.items() if inspect.isfunction(method))
             if not (isinstance(value, type) and issubclass(value, BaseException)):
                 yield name, value
 
@@ -71,7 +71,7 @@ def test_arguments_have_one_order_and_one_name() -> None:
         if isinstance(function, type):
             continue  # of results and policies
         parameters = inspect.signature(function).parameters
-        keyword = {word for word, each in parameters.items() if each.kind is inspect.Parameter.KEYWORD_ONLY}
+        keyword = {word for word, parameter in parameters.items() if parameter.kind is inspect.Parameter.KEYWORD_ONLY}
         places = [ORDER.index(word) for word in parameters if word in ORDER and word not in keyword]
         is_sorted = places == sorted(places) or name == "context"  # its batch is a number
         wrong += [f"{name}: the order of {list(parameters)}"] * (not is_sorted)
@@ -91,17 +91,17 @@ def test_results_speak_one_language() -> None:
     """Promise: frozen; what is wrong is in ``problems`` and makes a ``Checked``; seconds and bytes say so in their names."""
     wrong, classes = [], list(results())
     assert len(classes) > 10 * len(TOOLBOXES)
-    for each in classes:
-        names = {field.name: str(field.type) for field in fields(each)}
-        has_problems = "problems" in names or hasattr(each, "problems")
-        wrong += [f"{each.__name__} is not frozen"] * (not each.__dataclass_params__.frozen)  # type: ignore[attr-defined]
-        wrong += [f"{each.__name__}: problems without ok"] * (has_problems and not issubclass(each, Checked))
-        wrong += [f"{each.__name__}: ok without problems"] * (issubclass(each, Checked) and not has_problems)
+    for result in classes:
+        names = {field.name: str(field.type) for field in fields(result)}
+        has_problems = "problems" in names or hasattr(result, "problems")
+        wrong += [f"{result.__name__} is not frozen"] * (not result.__dataclass_params__.frozen)  # type: ignore[attr-defined]
+        wrong += [f"{result.__name__}: problems without ok"] * (has_problems and not issubclass(result, Checked))
+        wrong += [f"{result.__name__}: ok without problems"] * (issubclass(result, Checked) and not has_problems)
         for name, kind in names.items():
             for unit, words in UNITS.items():
                 is_number = kind.split(" | ")[0] in {"int", "float"}
                 if is_number and words & set(name.split("_")) - SIZES_OF_OTHER_THINGS and name not in SIZES_OF_OTHER_THINGS:
-                    wrong += [f"{each.__name__}.{name} ends with {unit}"] * (not name.endswith(unit))
+                    wrong += [f"{result.__name__}.{name} ends with {unit}"] * (not name.endswith(unit))
     assert wrong == []
 
 
@@ -123,27 +123,27 @@ def takers() -> Iterator[tuple[str, Callable[[Any], Any]]]:
     """Functions that need a model, each to be called with something as the model, and with ``None`` for what else it needs."""
     for name, function in functions().items():
         parameters = list(inspect.signature(function).parameters.values())
-        usual = [each for each in parameters if each.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
-        needed = [each for each in usual if each.default is inspect.Parameter.empty]
+        usual = [parameter for parameter in parameters if parameter.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
+        needed = [parameter for parameter in usual if parameter.default is inspect.Parameter.empty]
         if needed and needed[0].name == "model":
             yield name, partial(_called, function, len(needed) - 1)
 
 
-def _called(function: Callable[..., Any], more: int, given: Any) -> Any:
-    answer = function(given, *[None] * more)
+def _called(function: Callable[..., Any], more: int, model: Any) -> Any:
+    answer = function(model, *[None] * more)
     return asyncio.run(answer) if inspect.iscoroutine(answer) else answer
 
 
-@pytest.mark.parametrize("given", [None, "a model", 3, nn.Linear])
-def test_what_is_no_model_is_refused_in_words(given: Any) -> None:
+@pytest.mark.parametrize("wrong", [None, "a model", 3, nn.Linear])
+def test_what_is_no_model_is_refused_in_words(wrong: Any) -> None:
     """Promise: a ``TypeError`` that names the function and says what it takes, from each that takes a model."""
     called = dict(takers())
     assert len(called) > 16
     for name, call in called.items():
-        if not (name == "safe_inference" and callable(given)):
+        if not (name == "safe_inference" and callable(wrong)):
             takes = rf"({name.removeprefix('a')}\(\) takes|model is) a torch.nn.Module.* not |a module or its state"
             with pytest.raises(TypeError, match=takes):
-                call(given)
+                call(wrong)
 
 
 def small() -> nn.Sequential:
@@ -181,7 +181,7 @@ def test_results_are_true_strict_json_and_readable(tmp_path: Path) -> None:
         assert result._repr_html_()
         if isinstance(result, Checked):
             assert result.ok == bool(result) == (not result.problems), str(result)
-            assert all(type(each.kind) is type(each.where) is type(each.text) is str for each in result.problems)
+            assert all(type(problem.kind) is type(problem.where) is type(problem.text) is str for problem in result.problems)
             assert (plain["ok"], len(plain["problems"])) == (result.ok, len(result.problems))
             assert result.ok or result not in healthy
             with pytest.raises(FrozenInstanceError):
@@ -195,15 +195,15 @@ def test_results_are_true_strict_json_and_readable(tmp_path: Path) -> None:
 
 META = nn.Linear(4, 2, device="meta")
 LOOKS_INTO: list[Callable[[Any], object]] = [
-    lambda given: debug.memory_by_module(given, X),
-    lambda given: debug.trace_nan(given, X.to("meta")),
+    lambda model: debug.memory_by_module(model, X),
+    lambda model: debug.trace_nan(model, X.to("meta")),
     debug.monitor_step,
-    lambda given: tune.benchmark(given, X),
-    lambda given: tune.pipeline(given, nn.functional.mse_loss),
-    lambda given: tune.optimize(given).inspect(X),
+    lambda model: tune.benchmark(model, X),
+    lambda model: tune.pipeline(model, nn.functional.mse_loss),
+    lambda model: tune.optimize(model).inspect(X),
     guard.check_model,
-    lambda given: guard.safe_inference(given, X),
-    lambda given: guard.Recovery(given, torch.optim.SGD([torch.ones(1)])).step(PAIR, nn.functional.mse_loss),
+    lambda model: guard.safe_inference(model, X),
+    lambda model: guard.Recovery(model, torch.optim.SGD([torch.ones(1)])).step(PAIR, nn.functional.mse_loss),
 ]
 
 
