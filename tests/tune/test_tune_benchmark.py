@@ -87,7 +87,7 @@ def test_a_mode_that_fails_is_left_out() -> None:
     """Promise: what torch raises in one mode is its reason, and the others are measured; of the first mode it is raised."""
     options: dict[str, Any] = {"amp": torch.bfloat16, "rounds": 6}
     result = tune.benchmark(_FailsUnderAutocast(), torch.ones(2), modes=("none", "amp"), **options)
-    assert [(each.where, each.text) for each in result.problems] == [("amp", "OutOfMemoryError: no room")]
+    assert [(problem.where, problem.text) for problem in result.problems] == [("amp", "OutOfMemoryError: no room")]
     assert result.recommended == "none"
     with pytest.raises(KeyError, match="there is no 'amp'; there is none"):
         result["amp"]
@@ -178,15 +178,15 @@ class _Chancy(nn.Module):
 
 def test_random_states_are_as_before_with_a_loader() -> None:
     """Promise: Python's, NumPy's and torch's random states are as before, and so is a generator of the loader's own."""
-    data, own = TensorDataset(torch.randn(16, 8), torch.randn(16, 4)), torch.Generator()
+    data, generator = TensorDataset(torch.randn(16, 8), torch.randn(16, 4)), torch.Generator()
     model = _Chancy()
     options: dict[str, Any] = {"modes": ("none", "amp"), "amp": torch.bfloat16}
 
     def states() -> list[Any]:
         numpy: Any = np.random.get_state()  # noqa: NPY002  # the global one
-        return [random.getstate(), numpy[1].tolist(), torch.get_rng_state().tolist(), own.get_state().tolist()]
+        return [random.getstate(), numpy[1].tolist(), torch.get_rng_state().tolist(), generator.get_state().tolist()]
 
-    for loader in (DataLoader(data, 4, shuffle=True), DataLoader(data, 4, shuffle=True, generator=own)):
+    for loader in (DataLoader(data, 4, shuffle=True), DataLoader(data, 4, shuffle=True, generator=generator)):
         before = states()
         tune.benchmark(model, loader, nn.functional.mse_loss, rounds=6, **options)
         assert states() == before
@@ -201,9 +201,9 @@ def test_modes_that_do_the_same_are_seldom_recommended(monkeypatch: pytest.Monke
 
     monkeypatch.setattr("torchobs.tune.comparison._timed", timed)
     options: dict[str, Any] = {"modes": ("none", "amp"), "level": "off", "warmup": 0}
-    found = [tune.benchmark(nn.Identity(), torch.ones(1), rounds=20, **options) for _ in range(60)]
-    assert sum(each.recommended == "amp" for each in found) <= 1  # in 480 such calls none was
-    assert sum(each["amp"].speedup_factor.high < 1 for each in found) <= 1
+    results = [tune.benchmark(nn.Identity(), torch.ones(1), rounds=20, **options) for _ in range(60)]
+    assert sum(result.recommended == "amp" for result in results) <= 1  # in 480 such calls none was
+    assert sum(result["amp"].speedup_factor.high < 1 for result in results) <= 1
 
 
 def test_a_benchmark_is_drawn_and_says_how_far_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

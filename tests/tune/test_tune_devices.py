@@ -39,23 +39,23 @@ def test_memory_of_the_process_grows_with_a_tensor_and_is_given_back() -> None:
     for cycle in cycles:
         cycle.append(cycle)
     del tensors, cycles, cycle
-    held = tune.memory_stats("cpu").allocated_bytes
+    allocated = tune.memory_stats("cpu").allocated_bytes
     freed = tune.clear_cache("cpu")
     after = tune.memory_stats("cpu").allocated_bytes
     assert last.sum() == 1024
     assert freed.objects >= 50
-    assert abs(freed.freed_bytes - (held - after)) < 5e6
+    assert abs(freed.freed_bytes - (allocated - after)) < 5e6
     assert after - before.allocated_bytes < 20e6
 
 
 def test_all_devices_are_listed() -> None:
     """Promise: the CPU and each accelerator, by name."""
-    found = tune.devices()
-    assert found.ok
-    assert found.devices[0].device == "cpu"
-    assert found["cpu"].total_bytes == tune.memory_stats("cpu").total_bytes
+    devices = tune.devices()
+    assert devices.ok
+    assert devices.devices[0].device == "cpu"
+    assert devices["cpu"].total_bytes == tune.memory_stats("cpu").total_bytes
     with pytest.raises(KeyError, match="there is no 'tpu'; there is cpu"):
-        found["tpu"]
+        devices["tpu"]
 
 
 def test_what_the_cpu_cannot_is_said() -> None:

@@ -123,9 +123,9 @@ def test_further_epochs_are_trained(tmp_path: Path) -> None:
         longer.fit([PAIR] * 2, 4)
         assert rates == pytest.approx([1e-2 * (1 + math.cos(math.pi * step / 8)) / 2 for step in range(4, 8)])
     assert all(map(torch.equal, weights(run.model), weights(again.model)))
-    given = tune.pipeline(blocks(dropout=0.0), loss_fn, total_steps=3, amp="off").resume(tmp_path / "run.pt")
-    given.fit([PAIR] * 2, 3)
-    assert given.total_steps == 3  # what the caller says holds
+    limited = tune.pipeline(blocks(dropout=0.0), loss_fn, total_steps=3, amp="off").resume(tmp_path / "run.pt")
+    limited.fit([PAIR] * 2, 3)
+    assert limited.total_steps == 3  # what the caller says holds
 
 
 @pytest.fixture(scope="module")
@@ -226,13 +226,14 @@ def test_another_optimizer_goes_on_with_the_schedule() -> None:
     """Promise: before the first step and after some, its rates are those that the pipeline's own would have had."""
 
     def rates(steps_before: int | None) -> list[float]:
-        run, seen = tune.pipeline(nn.Linear(16, 4), loss_fn, lr=1.0, warmup_steps=2, total_steps=8, amp="off"), list[float]()
+        schedule = list[float]()
+        run = tune.pipeline(nn.Linear(16, 4), loss_fn, lr=1.0, warmup_steps=2, total_steps=8, amp="off")
         for step in range(8):
             if step == steps_before:
                 run.optimizer = torch.optim.SGD(run.model.parameters(), lr=1.0)
-            seen.append(run.optimizer.param_groups[0]["lr"])
+            schedule.append(run.optimizer.param_groups[0]["lr"])
             run.train_step(PAIR)
-        return seen
+        return schedule
 
     assert rates(0) == rates(3) == rates(None)
     run = tune.pipeline(nn.Linear(16, 4), loss_fn, total_steps=2, amp="off")
@@ -322,29 +323,30 @@ def test_a_nan_stops_a_fit_before_the_step(
     """Promise: the result and the log say where and why; weights and statistics are those of the step before."""
     options: dict[str, Any] = {"amp": "off", "scheduler": "constant", "accumulate": accumulate, "max_grad_norm": max_grad_norm}
     run, spared = (tune.pipeline(normed(), loss_fn, **options) for _ in range(2))
-    found = run.fit(with_nan(at=5, of=8), 2)
+    result = run.fit(with_nan(at=5, of=8), 2)
     spared.fit(with_nan(at=5, of=8)[: 5 - 5 % accumulate], 1)
-    assert [str(problem) for problem in found.problems] == ["epoch 1, batch 6: the loss is nan, and so is a value of the batch"]
-    assert (bool(found), found.losses, found.steps, found.nonfinite_at) == (False, (), 5 // accumulate, "epoch 1, batch 6")
+    (problem,) = result.problems
+    assert str(problem) == "epoch 1, batch 6: the loss is nan, and so is a value of the batch"
+    assert (bool(result), result.losses, result.steps, result.nonfinite_at) == (False, (), 5 // accumulate, "epoch 1, batch 6")
     assert "fit() stopped: epoch 1, batch 6: the loss is nan" in caplog.text
     assert all(map(torch.equal, run.model.state_dict().values(), spared.model.state_dict().values()))
-    json.dumps(found.to_dict(), allow_nan=False)
+    json.dumps(result.to_dict(), allow_nan=False)
 
 
 def test_a_gradient_that_is_not_finite_stops_a_fit() -> None:
     """Promise: also where the loss is: the root of 0 has none."""
     run = tune.pipeline(nn.Linear(16, 4), lambda output, target: (output * 0).sqrt().sum() + target.sum(), amp="off")
     before = weights(run.model)
-    found = run.fit([PAIR], 1)
-    assert [str(problem) for problem in found.problems] == ["epoch 1, batch 1: a gradient is not finite"]
+    result = run.fit([PAIR], 1)
+    assert [str(problem) for problem in result.problems] == ["epoch 1, batch 1: a gradient is not finite"]
     assert all(map(torch.equal, before, weights(run.model)))
 
 
 def test_a_nan_under_a_loss_scaler_stops_too() -> None:
     """Promise: and a further fit goes on, with the scaler as it is after a step that it skipped."""
     run, batches = tune.pipeline(normed(), loss_fn, amp="fp16", scheduler="constant"), with_nan(at=2, of=4)
-    found = run.fit(batches, 1)
-    assert (found.ok, found.nonfinite_at) == (False, "epoch 1, batch 3")
+    result = run.fit(batches, 1)
+    assert (result.ok, result.nonfinite_at) == (False, "epoch 1, batch 3")
     again = run.fit([*batches[:2], *batches[3:]], 1)
     assert again.ok
     assert all(torch.isfinite(value).all() for value in run.model.state_dict().values())
@@ -356,10 +358,10 @@ def test_with_a_recovery_a_nan_is_skipped() -> None:
     run = tune.pipeline(normed(), loss_fn, recovery=guard.RecoveryPolicy(spikes=0), **options)
     spared = tune.pipeline(normed(), loss_fn, **options)
     batches = with_nan(at=2, of=5)
-    found = run.fit(batches, 1)
+    result = run.fit(batches, 1)
     expected = spared.fit([*batches[:2], *batches[3:]], 1).losses
-    assert found.losses == pytest.approx(expected)
-    assert (found.ok, found.steps, found.skipped_steps, found.nonfinite_at) == (True, 4, 1, "epoch 1, batch 3")
+    assert result.losses == pytest.approx(expected)
+    assert (result.ok, result.steps, result.skipped_steps, result.nonfinite_at) == (True, 4, 1, "epoch 1, batch 3")
     assert all(map(torch.equal, weights(run.model), weights(spared.model)))
     assert run.recovery.evidence[0].batch[0].isnan().any()
     with pytest.raises(ValueError, match=r"recovery works in fit\(\)"):
@@ -382,10 +384,10 @@ def test_an_optimizer_of_one_s_own_and_batches_by_name() -> None:
 
     run = tune.pipeline(model, by_name, optimizer=optimizer, scheduler="constant", amp="off", checkpointing=True)
     assert run.optimizer is optimizer
-    found = run.fit([{"x": PAIR[0], "y": PAIR[1]}] * 3, 1)
-    assert (found.ok, found.steps) == (True, 3)
-    assert found.samples_per_s is not None
-    assert found.samples_per_s > 0
+    result = run.fit([{"x": PAIR[0], "y": PAIR[1]}] * 3, 1)
+    assert (result.ok, result.steps) == (True, 3)
+    assert result.samples_per_s is not None
+    assert result.samples_per_s > 0
     plain = tune.pipeline(blocks(dropout=0.0), loss_fn, optimizer="sgd", lr=0.5, scheduler="constant", amp="off")
     plain.fit([PAIR] * 3, 1)
     assert all(map(torch.equal, weights(model), weights(plain.model)))

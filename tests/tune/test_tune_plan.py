@@ -314,12 +314,12 @@ def test_plans_are_events(run: Recording) -> None:
     with pytest.raises(tune.NumericalDifferenceError):
         tune.optimize(model, mode="amp", amp=torch.bfloat16).check(x, tolerance=0.0)
     run.whole_round()
-    found = run.attributes("torchobs.tune.plan")
-    assert [event["action"] for event in found] == ["applied", "undone", "refused"]
-    assert found[0]["mode"] == "amp"
-    assert found[0]["level"] == "advanced"
-    assert found[0]["techniques"] == "autocast, fused_optimizer, loader"
-    assert found[2]["difference"] > 0
+    events = run.attributes("torchobs.tune.plan")
+    assert [event["action"] for event in events] == ["applied", "undone", "refused"]
+    assert events[0]["mode"] == "amp"
+    assert events[0]["level"] == "advanced"
+    assert events[0]["techniques"] == "autocast, fused_optimizer, loader"
+    assert events[2]["difference"] > 0
 
 
 def test_a_model_that_needs_gradients_in_its_forward_pass_is_compared_with_them() -> None:

@@ -36,7 +36,7 @@ def test_quantised_and_back() -> None:
         assert 0 < difference.relative < difference.tolerance == 0.0625
         assert torch.equal(model(x), expected)
     assert fingerprint(model) == before
-    assert all(one is other for one, other in zip(weights, model.parameters(), strict=True))
+    assert all(weight is other for weight, other in zip(weights, model.parameters(), strict=True))
 
 
 def test_weights_that_were_trained_since_are_quantised_anew() -> None:
@@ -76,7 +76,7 @@ def test_no_more_is_recomputed_than_the_budget_asks_for() -> None:
     options: dict[str, Any] = {"mode": "memory_efficient", "example": x}
     plan = tune.optimize(model, activation_budget=whole // 2, **options)
     assert fingerprint(model) == before  # measuring draws no random number and leaves no hook
-    (reason,) = [each.reason for each in plan.decisions if each.technique == "checkpointing"]
+    (reason,) = [row.reason for row in plan.decisions if row.technique == "checkpointing"]
     count = int(reason.split(" of 8 blocks")[0].split()[-1])
     assert 2 <= count < 8
     with plan:
@@ -132,7 +132,7 @@ LAYERS: dict[str, Any] = {
 
 def decision(plan: tune.Plan) -> Any:
     """The one on recomputation."""
-    return next(each for each in plan.decisions if each.technique == "checkpointing")
+    return next(row for row in plan.decisions if row.technique == "checkpointing")
 
 
 @pytest.mark.parametrize("kind", LAYERS)
@@ -179,11 +179,11 @@ def test_weights_that_share_their_memory_keep_it() -> None:
     shared = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3)).share_memory()
     plan = tune.optimize(shared, mode="compile", level="advanced")
     assert "- channels_last   the weights share their memory" in str(plan)
-    own = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3))
-    own[1].weight.data = own[0].weight.data
-    with tune.optimize(own, mode="compile", level="advanced"):
-        assert own.get_parameter("1.weight").data_ptr() == own.get_parameter("0.weight").data_ptr()
-        assert own.get_parameter("2.weight").is_contiguous(memory_format=torch.channels_last)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3))
+    model[1].weight.data = model[0].weight.data
+    with tune.optimize(model, mode="compile", level="advanced"):
+        assert model.get_parameter("1.weight").data_ptr() == model.get_parameter("0.weight").data_ptr()
+        assert model.get_parameter("2.weight").is_contiguous(memory_format=torch.channels_last)
 
 
 class ForInferenceAlone(nn.Sequential):
@@ -198,11 +198,11 @@ class ForInferenceAlone(nn.Sequential):
 def test_what_cannot_be_tried_is_said() -> None:
     """Promise: an example that is none of training is no error of the plan, and the decision says what is not known."""
     model = ForInferenceAlone(*blocks()).eval()
-    found = decision(tune.optimize(model, mode="memory_efficient", example=torch.randn(2, 16)))
-    assert found.used
-    assert "not known, a forward pass in training mode failed: ValueError: targets are missing" in found.reason
+    checkpointing = decision(tune.optimize(model, mode="memory_efficient", example=torch.randn(2, 16)))
+    assert checkpointing.used
+    assert "not known, a forward pass in training mode failed: ValueError: targets are missing" in checkpointing.reason
     assert not any(part.training for part in model.modules())
     lazy = nn.Sequential(*(nn.Sequential(nn.LazyLinear(4), nn.Tanh()) for _ in range(2)))
-    found = decision(tune.optimize(lazy, mode="memory_efficient", example=torch.randn(2, 16)))
-    assert "not initialised yet" in found.reason
+    checkpointing = decision(tune.optimize(lazy, mode="memory_efficient", example=torch.randn(2, 16)))
+    assert "not initialised yet" in checkpointing.reason
     assert isinstance(next(lazy.children())[0], nn.LazyLinear)  # type: ignore[index]
