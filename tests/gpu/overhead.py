@@ -80,13 +80,13 @@ class Result(NamedTuple):
     def ratio(self, which: str) -> float:
         """The median of the blocks' ratios, each with its neighbour."""
         pairs = zip(self.observed, self.plain, strict=True)
-        return float(statistics.median(getattr(one, which) / getattr(other, which) for one, other in pairs))
+        return float(statistics.median(getattr(block, which) / getattr(neighbour, which) for block, neighbour in pairs))
 
     def row(self, name: str, level: str) -> str:
         """Render it as a row of the table."""
-        step_ms = statistics.median(one.host_ms for one in self.plain)
+        step_ms = statistics.median(block.host_ms for block in self.plain)
         share = (self.bookkeeping_us + self.norms_us) / 1000 / step_ms
-        more = max(one.peak for one in self.observed) - max(one.peak for one in self.plain)
+        more = max(block.peak for block in self.observed) - max(block.peak for block in self.plain)
         ours = f"{self.bookkeeping_us:.0f} µs | {self.norms_us:.0f} µs | {self.interval:.0f}"
         return (
             f"| {name} | {level} | {step_ms:.2f} ms | {ours} | {share:.2%} "

@@ -120,5 +120,5 @@ def test_norms_of_optimizers_within_the_backward_pass(run: Recording) -> None:
     run.look()
     count = len(optimizers)
     expected = [sum(map(float, squares[at : at + count])) ** 0.5 for at in range(0, len(squares), count)]
-    found = {record.step: record.grad_norm for record in run.records() if has(record, StepFlag.GRAD_NORM)}
-    assert [found[step] for step in range(3, 9)] == pytest.approx(expected[2:], rel=1e-6)
+    norms = {record.step: record.grad_norm for record in run.records() if has(record, StepFlag.GRAD_NORM)}
+    assert [norms[step] for step in range(3, 9)] == pytest.approx(expected[2:], rel=1e-6)

@@ -27,10 +27,10 @@ pytestmark = [
 @pytest.fixture
 def session(flight_dir: Path) -> Iterator[torchobs.Session]:
     """A session of a rank that holds memory on the first GPU."""
-    held = torch.ones(1 << 26, device="cuda")
+    memory = torch.ones(1 << 26, device="cuda")
     yield torchobs.init(flight_dir=flight_dir)
     torchobs.shutdown()
-    del held
+    del memory
 
 
 def uuid() -> str:
@@ -46,8 +46,8 @@ def test_the_gpu_in_use_is_sampled_and_told_by_torch_s_uuid(session: torchobs.Se
     (info,) = (key for key in values if key[0] == "torchobs.rank.gpu.info")
     assert any(uuid() in part for part in info[1:])
     assert "cuda:0" in info
-    held = [value for key, value in values.items() if key[0] == "hw.gpu.memory.usage"]
-    assert max(held) > 1 << 28
+    used = [value for key, value in values.items() if key[0] == "hw.gpu.memory.usage"]
+    assert max(used) > 1 << 28
     power = [value for key, value in values.items() if key[0] == "hw.power"]
     assert all(1 < value < 5000 for value in power)
     assert all(0 <= value <= 1 for key, value in values.items() if key[0] == "hw.gpu.utilization")
@@ -58,10 +58,10 @@ def test_energy_agrees_with_the_work_done(session: torchobs.Session) -> None:
     """A second of matrix products takes between 10 J and 5 kJ, counted from the rank's start to its end."""
     run = Recording(session)
     support.wait_until(lambda: any(key[0] == "hw.energy" for key in run.values()))
-    one = torch.randn(4096, 4096, device="cuda")
+    matrix = torch.randn(4096, 4096, device="cuda")
     until = time.monotonic() + 1.0
     while time.monotonic() < until:
-        one = torch.nn.functional.normalize(one @ one)
+        matrix = torch.nn.functional.normalize(matrix @ matrix)
         torch.cuda.synchronize()
     assert session.writer is not None
     file = reader.open_path(session.writer.path)

@@ -226,16 +226,16 @@ def test_elements_that_are_not_finite_are_counted_without_a_copy(run: Recording)
 def test_gradients_of_all_kinds_at_once(run: Recording) -> None:
     """Sparse, complex, float8, transposed, scattered ones in one optimizer; a norm for each, and none is waited for."""
     torch.manual_seed(0)
-    made = [torch.randn(30, 40, device="cuda", dtype=dtype) for dtype in (torch.float32, torch.bfloat16, torch.complex64)]
-    made += [torch.randn(40, 30, device="cuda").t(), torch.randn(30, 80, device="cuda")[:, ::2]]
-    made += [torch.randn(30, 40, device="cuda").to(torch.float8_e5m2)]
+    gradients = [torch.randn(30, 40, device="cuda", dtype=dtype) for dtype in (torch.float32, torch.bfloat16, torch.complex64)]
+    gradients += [torch.randn(40, 30, device="cuda").t(), torch.randn(30, 80, device="cuda")[:, ::2]]
+    gradients += [torch.randn(30, 40, device="cuda").to(torch.float8_e5m2)]
     indices = torch.tensor([[0, 3, 5]], device="cuda")
     sparse = torch.sparse_coo_tensor(indices, torch.randn(3, 8, device="cuda"), (10, 8)).coalesce()
-    wide = [each.abs().double() if each.is_complex() else each.to(torch.float64) for each in [*made, sparse.values()]]
-    expected = math.sqrt(sum(float(each.pow(2).sum()) for each in wide))
-    parameters = [nn.Parameter(torch.zeros_like(each), requires_grad=each.dtype.itemsize > 1) for each in made]
+    wide = [x.abs().double() if x.is_complex() else x.to(torch.float64) for x in [*gradients, sparse.values()]]
+    expected = math.sqrt(sum(float(gradient.pow(2).sum()) for gradient in wide))
+    parameters = [nn.Parameter(torch.zeros_like(gradient), requires_grad=gradient.dtype.itemsize > 1) for gradient in gradients]
     parameters.append(nn.Parameter(torch.zeros(10, 8, device="cuda")))
-    for parameter, gradient in zip(parameters, [*made, sparse], strict=True):
+    for parameter, gradient in zip(parameters, [*gradients, sparse], strict=True):
         parameter.grad = gradient
     optimizer = Still(parameters)
     with no_waiting():

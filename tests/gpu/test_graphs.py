@@ -60,12 +60,12 @@ def captured_whole(pause_s: float) -> list[torch.Tensor]:
     optimizer.zero_grad(set_to_none=True)
     with torch.cuda.graph(graph):
         step()
-    held = [torch.full((1 << 16,), 7.0, device="cuda") for _ in range(64)]  # takes the place of what was freed
+    blocks = [torch.full((1 << 16,), 7.0, device="cuda") for _ in range(64)]  # takes the place of what was freed
     for batch in batches(10):
         static.copy_(batch)
         graph.replay()
     torch.cuda.synchronize()
-    assert all(bool((one == 7.0).all()) for one in held)
+    assert all(bool((block == 7.0).all()) for block in blocks)
     return [parameter.detach().clone() for parameter in model.parameters()]
 
 
@@ -112,7 +112,7 @@ def test_replays_compute_what_they_would_without_us(flight_dir: Path, train: Cal
     """To the bit, and no memory but their own is written to."""
     plain = train(0.0)
     weights = observed(flight_dir, train)
-    assert all(torch.equal(one, other) for one, other in zip(plain, weights, strict=True))
+    assert all(torch.equal(weight, other) for weight, other in zip(plain, weights, strict=True))
 
 
 def noted(rounds: list[str], name: str, **_: bool) -> None:
@@ -164,4 +164,4 @@ def test_graphs_of_the_compiler_s_own(flight_dir: Path) -> None:
     pytest.importorskip("triton", reason=support.NEEDS_COMPILER)
     plain = reduced_overhead(0.0)
     weights = observed(flight_dir, reduced_overhead)
-    assert all(torch.allclose(one, other, rtol=1e-5) for one, other in zip(plain, weights, strict=True))
+    assert all(torch.allclose(weight, other, rtol=1e-5) for weight, other in zip(plain, weights, strict=True))

@@ -159,7 +159,7 @@ def test_a_rate_on_the_device_is_copied_and_not_waited_for(run: Recording) -> No
     """A capturable optimizer's rate comes as a late value of the step in which it was taken."""
     model = mlp().cuda()
     rates = [torch.tensor(rate, device="cuda") for rate in (0.5, 0.25)]
-    groups = [{"params": [one], "lr": rate} for one, rate in zip(model.parameters(), rates, strict=False)]
+    groups = [{"params": [parameter], "lr": rate} for parameter, rate in zip(model.parameters(), rates, strict=False)]
     optimizer = torch.optim.Adam(groups, lr=rates[0], capturable=True)
     with no_waiting():
         for _ in range(3):

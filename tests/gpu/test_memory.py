@@ -46,12 +46,12 @@ def run(flight_dir: Path) -> Iterator[Recording]:
 @pytest.fixture
 def probe(run: Recording) -> Iterator[DeviceMemoryProbe]:
     """The probe, installed."""
-    found = DeviceMemoryProbe()
+    probe = DeviceMemoryProbe()
     assert run.session.context is not None
     torch.zeros(1, device="cuda")
-    found.install(run.session.context)
-    yield found
-    found.remove()
+    probe.install(run.session.context)
+    yield probe
+    probe.remove()
     torch.cuda.empty_cache()
 
 
@@ -72,8 +72,8 @@ def test_a_cpu_training_does_not_initialise_cuda(flight_dir: Path) -> None:
 
 def test_the_gauges_are_the_allocator_s_figures(run: Recording, probe: DeviceMemoryProbe) -> None:
     """To the byte, without a synchronisation."""
-    held = [torch.ones(MIB, device="cuda") for _ in range(8)]
-    del held[::2]
+    blocks = [torch.ones(MIB, device="cuda") for _ in range(8)]
+    del blocks[::2]
     with no_waiting():
         probe.observe()
     figures = torch.cuda.memory_stats(0)
@@ -103,16 +103,16 @@ def test_the_user_s_peaks_are_the_user_s(run: Recording, probe: DeviceMemoryProb
 
 def test_the_event_is_there_before_the_exception_which_is_untouched(run: Recording, probe: DeviceMemoryProbe) -> None:
     """More than there is: the event has what was asked for and what was held, the error is torch's own."""
-    held = torch.ones(4 * MIB, device="cuda")
+    block = torch.ones(4 * MIB, device="cuda")
     wanted = 2 * torch.cuda.get_device_properties(0).total_memory
     with pytest.raises(torch.cuda.OutOfMemoryError, match="Tried to allocate") as error:
         torch.empty(wanted, dtype=torch.uint8, device="cuda")
-    (told,) = run.frames(catalog.EVENT_OUT_OF_MEMORY.name)
-    assert told["attrs"]["device"] == "cuda:0"
-    assert told["attrs"]["requested"] >= wanted
-    assert told["attrs"]["allocated"] == torch.cuda.memory_allocated(0) >= held.nbytes
-    assert told["attrs"]["free"] > 0
-    assert "largest" not in told["attrs"]
+    (event,) = run.frames(catalog.EVENT_OUT_OF_MEMORY.name)
+    assert event["attrs"]["device"] == "cuda:0"
+    assert event["attrs"]["requested"] >= wanted
+    assert event["attrs"]["allocated"] == torch.cuda.memory_allocated(0) >= block.nbytes
+    assert event["attrs"]["free"] > 0
+    assert "largest" not in event["attrs"]
     assert error.value.__cause__ is None
     probe.observe()
     assert shown(run, catalog.MEMORY_OOMS) == 1
@@ -124,14 +124,14 @@ def test_where_most_of_it_is_stands_in_the_event_if_torch_remembers(run: Recordi
     record: Any = torch.cuda.memory._record_memory_history
     record("state")
     try:
-        held = torch.ones(64 * MIB, device="cuda")
+        block = torch.ones(64 * MIB, device="cuda")
         with pytest.raises(torch.cuda.OutOfMemoryError):
             torch.empty(1 << 50, dtype=torch.uint8, device="cuda")
     finally:
         record(None)
-    (told,) = run.frames(catalog.EVENT_OUT_OF_MEMORY.name)
-    assert told["attrs"]["largest"][0].startswith(f"{__file__}:")
-    assert f" {held.nbytes} B in 1 blocks" in told["attrs"]["largest"][0]
+    (event,) = run.frames(catalog.EVENT_OUT_OF_MEMORY.name)
+    assert event["attrs"]["largest"][0].startswith(f"{__file__}:")
+    assert f" {block.nbytes} B in 1 blocks" in event["attrs"]["largest"][0]
 
 
 def test_a_session_that_is_over_hears_nothing(flight_dir: Path) -> None:
