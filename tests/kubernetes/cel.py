@@ -28,8 +28,8 @@ _BRACKETS = {"(": 1, "[": 1, "{": 1, ")": -1, "]": -1, "}": -1}
 def admitted(policy: Mapping[str, Any], pod: Mapping[str, Any]) -> dict[str, Any]:
     """Return the pod as the policy changes it. Label selectors and namespaces are not looked at."""
     scope = _Scope(pod)
-    for one in policy["spec"]["variables"]:
-        scope.define(one["name"], one["expression"])
+    for variable in policy["spec"]["variables"]:
+        scope.define(variable["name"], variable["expression"])
     changed = copy.deepcopy(dict(pod))
     for mutation in policy["spec"]["mutations"]:
         for patch in scope.evaluated(_as_maps(mutation["jsonPatch"]["expression"])):
@@ -58,17 +58,17 @@ class _Scope:
         return environment.compile(_VARIABLE.sub("variables_", expression))
 
     def _value(self, compiled: cel.Expression, expression: str) -> Any:
-        made = compiled.eval(data=self._data)
-        assert made.type() != cel.Type.ERROR, f"{made.value()} in {expression}"
-        return made.plain_value()
+        result = compiled.eval(data=self._data)
+        assert result.type() != cel.Type.ERROR, f"{result.value()} in {expression}"
+        return result.plain_value()
 
 
 def _quantity(text: str) -> float:
     """Return the value of a Kubernetes quantity such as `300m` or `1Gi`."""
-    found = _QUANTITY.fullmatch(text)
-    if found is None:
+    match = _QUANTITY.fullmatch(text)
+    if match is None:
         raise ValueError(f"{text!r} is no quantity")
-    number, suffix = found[1], found[2] or ""
+    number, suffix = match[1], match[2] or ""
     return float(number + suffix) if suffix[:1] in "eE" and suffix[1:] else float(number) * _FACTORS[suffix]
 
 
@@ -88,11 +88,12 @@ _FUNCTIONS = [
 
 def _as_maps(expression: str) -> str:
     """Return an expression with each `JSONPatch{op: a, path: b, value: c}`, a type of Kubernetes alone, as a map of CEL."""
-    head, found, rest = expression.partition("JSONPatch{")
-    if not found:
+    head, opening, rest = expression.partition("JSONPatch{")
+    if not opening:
         return expression
     fields = list(_fields(rest))
-    inside = ", ".join(f"{name.strip()!r}: dyn({_as_maps(text)})" for name, _, text in (one.partition(":") for one in fields))
+    pairs = [(name.strip(), text) for name, _, text in (field.partition(":") for field in fields)]
+    inside = ", ".join(f"{name!r}: dyn({_as_maps(text)})" for name, text in pairs)
     return f"{head}{{{inside}}}{_as_maps(rest[sum(map(len, fields)) + len(fields) :])}"
 
 

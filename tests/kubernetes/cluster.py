@@ -54,8 +54,8 @@ class Pod:
     def container(self, name: str) -> Mapping[str, Any]:
         """The status of a container, be it an init container; empty while there is none."""
         status = self.content["status"]
-        found = (*status.get("initContainerStatuses", ()), *status.get("containerStatuses", ()))
-        return next((one for one in found if one["name"] == name), {})
+        statuses = (*status.get("initContainerStatuses", ()), *status.get("containerStatuses", ()))
+        return next((status for status in statuses if status["name"] == name), {})
 
     def ended(self, name: str) -> Mapping[str, Any]:
         """How a container ended; empty while it has not."""
@@ -104,14 +104,15 @@ class Namespace:
 
     def job_condition(self, job: str) -> str:
         """`Complete`, `Failed`, or nothing yet."""
-        found = json.loads(self._ask("/apis/batch/v1", f"jobs/{job}"))["status"].get("conditions", ())
-        return next((one["type"] for one in found if one["status"] == "True" and one["type"] in {"Complete", "Failed"}), "")
+        conditions = json.loads(self._ask("/apis/batch/v1", f"jobs/{job}"))["status"].get("conditions", ())
+        types = {condition["type"] for condition in conditions if condition["status"] == "True"}
+        return next(iter(types & {"Complete", "Failed"}), "")
 
     def pods(self, job: str = "") -> list[Pod]:
         """The pods of a Job, or all of them, oldest first."""
         chosen = {"labelSelector": f"batch.kubernetes.io/job-name={job}"} if job else {}
         listed = json.loads(self._ask("/api/v1", "pods", **chosen))["items"]
-        return sorted((Pod(one) for one in listed), key=lambda pod: str(pod.content["metadata"]["creationTimestamp"]))
+        return sorted((Pod(content) for content in listed), key=lambda pod: str(pod.content["metadata"]["creationTimestamp"]))
 
     def logs(self, pod: Pod, container: str) -> str:
         """What a container has printed so far."""
@@ -161,9 +162,9 @@ def _accepts(port: int) -> bool:
 
 def get(address: str, path: str = "/metrics", **headers: str) -> tuple[int, str]:
     """Status and body of an answer; 0 and nothing where nobody listens."""
-    given = {name.replace("_", "-"): value for name, value in headers.items()}
+    converted = {name.replace("_", "-"): value for name, value in headers.items()}
     try:
-        with _DIRECT.open(urllib.request.Request(f"http://{address}{path}", headers=given), timeout=5) as answer:
+        with _DIRECT.open(urllib.request.Request(f"http://{address}{path}", headers=converted), timeout=5) as answer:
             return answer.status, answer.read().decode()
     except urllib.error.HTTPError as error:
         with error:

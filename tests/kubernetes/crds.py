@@ -66,22 +66,22 @@ def _structural(node: Mapping[str, Any], definitions: Mapping[str, Any]) -> Sche
     if "$ref" in node:
         name = node["$ref"].rpartition("/")[2]
         return {INT_OR_STRING: True} if name.endswith(EITHER) else _structural(definitions[name], definitions)
-    variants = [one for one in (*node.get("anyOf", ()), *node.get("oneOf", ())) if one.get("type") != "null"]
+    variants = [variant for variant in (*node.get("anyOf", ()), *node.get("oneOf", ())) if variant.get("type") != "null"]
     if len(variants) == 1:
         return _structural(variants[0], definitions)
     if variants:
-        types = {_structural(one, definitions).get("type") for one in variants}
+        types = {_structural(variant, definitions).get("type") for variant in variants}
         return {INT_OR_STRING: True} if types == {"integer", "string"} else {ANYTHING: True}
-    made = {key: node[key] for key in KEPT if key in node}
+    schema = {key: node[key] for key in KEPT if key in node}
     if "properties" in node:
-        made["properties"] = {name: _structural(inner, definitions) for name, inner in node["properties"].items()}
-        made |= {"required": list(node["required"])} if node.get("required") else {}
-    elif made.get("type") == "object":
+        schema["properties"] = {name: _structural(inner, definitions) for name, inner in node["properties"].items()}
+        schema |= {"required": list(node["required"])} if node.get("required") else {}
+    elif schema.get("type") == "object":
         inner = node.get("additionalProperties")
-        made |= {"additionalProperties": _structural(inner, definitions)} if isinstance(inner, dict) else {ANYTHING: True}
+        schema |= {"additionalProperties": _structural(inner, definitions)} if isinstance(inner, dict) else {ANYTHING: True}
     if "items" in node:
-        made["items"] = _structural(node["items"], definitions)
-    return made or {ANYTHING: True}
+        schema["items"] = _structural(node["items"], definitions)
+    return schema or {ANYTHING: True}
 
 
 def _strict(node: Any) -> Any:
@@ -89,13 +89,13 @@ def _strict(node: Any) -> Any:
         return node
     if node.get(INT_OR_STRING):
         return {"type": ["string", "integer"]}
-    made = {key: inner for key, inner in node.items() if key != ANYTHING}
-    if "properties" in made:
-        made["properties"] = {name: _strict(inner) for name, inner in made["properties"].items()}
-        made.setdefault("additionalProperties", False)
+    schema = {key: inner for key, inner in node.items() if key != ANYTHING}
+    if "properties" in schema:
+        schema["properties"] = {name: _strict(inner) for name, inner in schema["properties"].items()}
+        schema.setdefault("additionalProperties", False)
     for key in ("items", "additionalProperties"):
-        made |= {key: _strict(made[key])} if key in made else {}
-    return made
+        schema |= {key: _strict(schema[key])} if key in schema else {}
+    return schema
 
 
 def _model(module: str, name: str) -> Callable[[], Schema]:

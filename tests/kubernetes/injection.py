@@ -56,9 +56,9 @@ _HEARD_OF_S, _TOUCHED = 20.0, 4
 def rendered(release: str = "torchobs", *arguments: str, **settings: str) -> Policy:
     """The chart's objects for the injection; settings by their path, with `__` for each dot."""
     settings = {"image__repository": IMAGE} | settings
-    given = [argument for name, text in settings.items() for argument in ("--set", f"{name.replace('__', '.')}={text}")]
+    options = [argument for name, text in settings.items() for argument in ("--set", f"{name.replace('__', '.')}={text}")]
     off = ",".join(f"{other}=false" for other in OTHERS)
-    done = helm("template", release, CHART, "--kube-version", VERSION, *given, *arguments, "--set", off)
+    done = helm("template", release, CHART, "--kube-version", VERSION, *options, *arguments, "--set", off)
     assert done.returncode == 0, done.stderr
     return objects(done.stdout)
 
@@ -84,16 +84,16 @@ def pod_spec(tmp_path: Path, spec: dict[str, Any], kind: str = "Job", **values: 
     """The pod's spec, and that nothing else is made."""
     errors, (pod,) = pods(tmp_path, {"kind": kind, "spec": spec}, **values)
     assert (errors, pod["metadata"]["labels"]) == ("", {"torchobs": "sidecar"})
-    found: dict[str, Any] = pod["spec"]
-    return found
+    content: dict[str, Any] = pod["spec"]
+    return content
 
 
 def served_version() -> str:
     """The newest version of the API that the cluster serves policies by; empty if it serves none."""
     command = ["kubectl", "api-resources", "--api-group=admissionregistration.k8s.io", "--no-headers"]
     listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
-    found = [word for line in listed if line.startswith("mutatingadmissionpolicies ") for word in line.split()]
-    return next((word.rpartition("/")[2] for word in found if "/" in word), "")
+    words = [word for line in listed if line.startswith("mutatingadmissionpolicies ") for word in line.split()]
+    return next((word.rpartition("/")[2] for word in words if "/" in word), "")
 
 
 JOBSET_UID = "0a7f8c1e-5a0e-4d0c-8c57-0c1a5c1f2b3d"
@@ -134,15 +134,15 @@ def pod_template(inject: str, command: list[str], *env: Mapping[str, object], **
 
 def job(name: str, template: dict[str, Any], **spec: object) -> dict[str, Any]:
     """A Job of such pods."""
-    made = {"backoffLimit": 0, "template": template} | spec
-    return {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": name}, "spec": made}
+    full_spec = {"backoffLimit": 0, "template": template} | spec
+    return {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": name}, "spec": full_spec}
 
 
 def annotated(inject: str = "true", **annotations: str) -> dict[str, Any]:
     """A pod with annotations of torchobs."""
-    made = pod(inject)
-    made["metadata"]["annotations"] = {f"torchobs.io/{name}": text for name, text in annotations.items()}
-    return made
+    content = pod(inject)
+    content["metadata"]["annotations"] = {f"torchobs.io/{name}": text for name, text in annotations.items()}
+    return content
 
 
 def pod(inject: str = "true", labels: dict[str, str] | None = None, **owner: str) -> dict[str, Any]:
@@ -201,16 +201,16 @@ def injection(
     try:
         yield
     finally:
-        for made in policy:
-            namespace.kubectl("delete", made["kind"], made["metadata"]["name"])
+        for resource in policy:
+            namespace.kubectl("delete", resource["kind"], resource["metadata"]["name"])
 
 
 @contextmanager
 def injecting(exporter: str) -> Iterator[Namespace]:
     """A namespace with Pod Security `restricted` in which the policy is at work; the test is skipped where it cannot be."""
     require_policy()
-    with Namespace() as made, injection(made, exporter):
-        yield made
+    with Namespace() as namespace, injection(namespace, exporter):
+        yield namespace
 
 
 def require_policy() -> None:
@@ -224,8 +224,8 @@ def require_policy() -> None:
 def admitted(namespace: Namespace, pod: Mapping[str, Any]) -> dict[str, Any]:
     """What becomes of a pod; it is not made."""
     said = namespace.kubectl("create", "--dry-run=server", "--validate=strict", "-o", "json", "-f", "-", given=json.dumps(pod))
-    found: dict[str, Any] = json.loads(said)
-    return found
+    content: dict[str, Any] = json.loads(said)
+    return content
 
 
 def _wait_for_injection(namespace: Namespace, changed: Callable[[Mapping[str, Any]], bool]) -> None:

@@ -26,31 +26,31 @@ _SCRIPT = {"name": "script", "mountPath": "/script", "readOnly": True}
 
 def job(name: str, *arguments: str, script: str = "pod.py", **spec: object) -> dict[str, Any]:
     """The shipped Job with what it says to CHANGE changed, and what a machine with two cores cannot give."""
-    made: dict[str, Any] = yaml.safe_load((SHIPPED / "job-with-sidecar.yaml").read_text())
-    made["metadata"]["name"] = name
-    made["spec"] |= spec
-    pod = made["spec"]["template"]["spec"]
+    manifest: dict[str, Any] = yaml.safe_load((SHIPPED / "job-with-sidecar.yaml").read_text())
+    manifest["metadata"]["name"] = name
+    manifest["spec"] |= spec
+    pod = manifest["spec"]["template"]["spec"]
     pod["securityContext"] |= {"runAsUser": ARBITRARY_UID, "fsGroup": ARBITRARY_UID}
     pod["volumes"].append({"name": "script", "configMap": {"name": "script"}})
-    exporter_of(made)["image"] = EXPORTER
-    exporter_of(made)["resources"]["requests"]["cpu"] = "50m"
-    trainer = trainer_of(made)
+    exporter_of(manifest)["image"] = EXPORTER
+    exporter_of(manifest)["resources"]["requests"]["cpu"] = "50m"
+    trainer = trainer_of(manifest)
     trainer |= {"image": TRAINER, "command": ["python3", f"/script/{script}", *arguments]}
     trainer["resources"] = {"requests": {"cpu": "50m", "memory": "256Mi"}, "limits": {"memory": "768Mi"}}
     trainer["volumeMounts"].append(_SCRIPT)
-    return made
+    return manifest
 
 
-def exporter_of(made: dict[str, Any]) -> dict[str, Any]:
+def exporter_of(manifest: dict[str, Any]) -> dict[str, Any]:
     """The sidecar's container."""
-    found: dict[str, Any] = made["spec"]["template"]["spec"]["initContainers"][0]
-    return found
+    container: dict[str, Any] = manifest["spec"]["template"]["spec"]["initContainers"][0]
+    return container
 
 
-def trainer_of(made: dict[str, Any]) -> dict[str, Any]:
+def trainer_of(manifest: dict[str, Any]) -> dict[str, Any]:
     """The trainer's container."""
-    found: dict[str, Any] = made["spec"]["template"]["spec"]["containers"][0]
-    return found
+    container: dict[str, Any] = manifest["spec"]["template"]["spec"]["containers"][0]
+    return container
 
 
 def scripts(*names: str) -> dict[str, Any]:

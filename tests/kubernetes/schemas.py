@@ -25,12 +25,10 @@ def write(folder: Path, version: str, kinds: Iterable[str] = KINDS) -> None:
     definitions = folder / source.name
     definitions.write_bytes(source.read_bytes())
     for name, definition in json.loads(source.read_text(encoding="utf-8"))["$defs"].items():
-        for one in definition.get("x-kubernetes-group-version-kind", ()):
-            if one["kind"] in kinds:
-                group = f"-{one['group'].partition('.')[0]}" if one["group"] else ""
-                schema = {"$ref": f"{definitions.as_uri()}#/$defs/{name}"}
-                (folder / f"{one['kind'].lower()}{group}-{one['version']}.json").write_text(
-                    json.dumps(schema), encoding="utf-8"
-                )
+        for kind in definition.get("x-kubernetes-group-version-kind", ()):
+            if kind["kind"] in kinds:
+                group = f"-{kind['group'].partition('.')[0]}" if kind["group"] else ""
+                text = json.dumps({"$ref": f"{definitions.as_uri()}#/$defs/{name}"})
+                (folder / f"{kind['kind'].lower()}{group}-{kind['version']}.json").write_text(text, encoding="utf-8")
     for name, schema in crds.strict_schemas():
         (folder / name).write_text(json.dumps(schema), encoding="utf-8")

@@ -58,9 +58,9 @@ class Stage:
             pods = self.namespace.pods(name)
             return pods[0] if pods and pods[0].ip and steps(pods[0]) else None
 
-        found = wait_until(stepping, timeout_s=STARTS_S, interval_s=0.5)
-        assert found is not None
-        return found
+        pod = wait_until(stepping, timeout_s=STARTS_S, interval_s=0.5)
+        assert pod is not None
+        return pod
 
     def ended(self, name: str, condition: str) -> Pod:
         """The only pod of a Job, once the Job is what it was expected to be."""
@@ -78,22 +78,24 @@ class Stage:
         """The alert of a Job's run that arrived, with its receiver."""
         run = self.uid(name)
 
-        def found() -> dict[str, Any] | None:
-            return next((one for one in self.notified(run) if one["labels"]["alertname"] == alert), None)
+        def notification() -> dict[str, Any] | None:
+            return next((sent for sent in self.notified(run) if sent["labels"]["alertname"] == alert), None)
 
-        arrived = wait_until(found, timeout_s=ARRIVES_S, interval_s=0.2)
+        arrived = wait_until(notification, timeout_s=ARRIVES_S, interval_s=0.2)
         assert arrived is not None
         return arrived
 
     def notified(self, run: str) -> Iterator[dict[str, Any]]:
         """All alerts of a run that have arrived so far, each with its receiver."""
-        for one in self.arrived:
-            yield from ({**made, "receiver": one["receiver"]} for made in one["alerts"] if made["labels"].get("run_id") == run)
+        for sent in self.arrived:
+            yield from (
+                {**alert, "receiver": sent["receiver"]} for alert in sent["alerts"] if alert["labels"].get("run_id") == run
+            )
 
     def assert_silence_of(self, run: str) -> None:
         """No alert of a run is active, by rules that have seen its end, and none has arrived."""
         self.prometheus.wait_for_evaluation()
-        assert [one.name for one in self.prometheus.alerts() if one.labels.get("run_id") == run] == []
+        assert [alert.name for alert in self.prometheus.alerts() if alert.labels.get("run_id") == run] == []
         assert list(self.notified(run)) == []
 
 
@@ -102,11 +104,11 @@ def steps(pod: Pod) -> float:
     return value_on(get(f"{pod.ip}:{PORT}", User_Agent="tests")[1], "torchobs_steps_total") or 0
 
 
-def torchrun(made: dict[str, Any], *options: str) -> dict[str, Any]:
+def torchrun(manifest: dict[str, Any], *options: str) -> dict[str, Any]:
     """The Job with its script started by torchrun, as the container's first process; for its logs it has the volume at /tmp."""
-    trainer = trainer_of(made)
+    trainer = trainer_of(manifest)
     trainer["command"] = ["python3", "-m", "torch.distributed.run", "--standalone", *options, *trainer["command"][1:]]
-    return made
+    return manifest
 
 
 @contextmanager
@@ -170,8 +172,8 @@ def _started(stack: ExitStack, folder: Path, *argv: str, **options: Any) -> subp
 
 def scrape_config(namespace: str) -> dict[str, Any]:
     """The job of the chart's scrape configuration, for this cluster's pods of one namespace."""
-    (made,) = objects(rendered_chart("--set", "scrapeConfig.enabled=true", "-s", "templates/scrapeconfig.yaml"))
-    (job,) = yaml.safe_load(made["data"]["torchobs.yaml"])["scrape_configs"]
+    (config_map,) = objects(rendered_chart("--set", "scrapeConfig.enabled=true", "-s", "templates/scrapeconfig.yaml"))
+    (job,) = yaml.safe_load(config_map["data"]["torchobs.yaml"])["scrape_configs"]
     selectors = [selector for config in job.get("kubernetes_sd_configs", ()) for selector in config.get("selectors", ())]
     pods = {"role": "pod", "selectors": selectors, "namespaces": {"names": [namespace]}}
     return {**job, "kubernetes_sd_configs": [pods | {"kubeconfig_file": os.environ["KUBECONFIG"]}]}

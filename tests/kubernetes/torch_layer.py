@@ -16,29 +16,29 @@ from packaging.requirements import Requirement
 LEFT_OUT = re.compile(r"torch/(include|test|share)/|torch/bin/(?!torch_shm_manager)|.*\.(a|h|cuh|hpp)$|\.\./")
 
 
-def required(name: str, seen: dict[str, Distribution]) -> dict[str, Distribution]:
+def required(name: str, distributions: dict[str, Distribution]) -> dict[str, Distribution]:
     """`seen` and the distribution of that name, and those that it requires, by name."""
-    if name not in seen:
-        seen[name] = distribution(name)
-        for requirement in map(Requirement, seen[name].requires or ()):
+    if name not in distributions:
+        distributions[name] = distribution(name)
+        for requirement in map(Requirement, distributions[name].requires or ()):
             if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
-                required(requirement.name, seen)
-    return seen
+                required(requirement.name, distributions)
+    return distributions
 
 
-def copy(found: Distribution, to: Path) -> None:
+def copy(distribution: Distribution, to: Path) -> None:
     """Copy what was installed of a distribution, with its times: compiled modules are believed by them.
 
     Not every installer lists those. Without them each rank of a pod, whose image it may not write, compiles torch anew.
     """
-    listed = [Path(path) for path in found.files or () if not LEFT_OUT.match(path.as_posix())]
+    listed = [Path(path) for path in distribution.files or () if not LEFT_OUT.match(path.as_posix())]
     compiled = (Path(cache_from_source(path)) for path in listed if path.suffix == ".py")
     for path in chain(listed, compiled):
-        source, target = Path(str(found.locate_file(path))), to / path
+        source, target = Path(str(distribution.locate_file(path))), to / path
         if source.exists():
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(source, target)
 
 
-for one in required("torch", {}).values():
-    copy(one, Path(sys.argv[1]))
+for package in required("torch", {}).values():
+    copy(package, Path(sys.argv[1]))
