@@ -102,7 +102,7 @@ class Meter:
 
     @property
     def interval(self) -> float:
-        """Steps from one whose norm is measured to the next."""
+        """Steps between two measurements of norms."""
         return len(self.steps) / max(1, sum(not step.measured.isdisjoint(_NORMS) for step in self.steps))
 
     def _mean_us(self, of: Callable[[Step], int]) -> float:

@@ -55,7 +55,7 @@ ROUNDS = {
     "gpt": Rounds(3, 16, 3.0),
 }
 COUNTED_STEPS = {"mlp": 30, "gpt": 6}
-"""Whose operations are counted, and over how many steps of each kind."""
+"""The workloads with counted operations, and the number of steps of each kind."""
 SHARES = {"gpt": 0.005, "cnn": 0.005}
 """Most that all our code may take of a step, norms included, where a step is long enough for that to be ours to decide. The
 median of the rounds: a single one on a busy machine has been over it with nothing changed."""
@@ -191,7 +191,7 @@ def main() -> None:
                     how = "compiled" if native else "in Python"
                     print(f"{name}, {how}: {counts.plain}, where norms are measured {counts.measuring}")
                     problems += over_ceiling(name, counts, native=native, room=ROOM)
-            floor = name == "mlp" or not options.gate  # whose ratio to it has a ceiling
+            floor = name == "mlp" or not options.gate  # its ratio alone has a ceiling
             results.append(measure(name, training, directory, options.level, floor=floor))
         print(table(results))
     problems += over_budget(results) if options.gate else []

@@ -29,7 +29,7 @@ def rss(pid: int) -> int:
 def cpu_s(pid: int) -> float:
     """Seconds of processor time that a process has taken, to the nanosecond.
 
-    /proc/PID/stat counts ticks of 10 ms, of which an idle exporter takes one in a few seconds. The number of a process's own
+    /proc/PID/stat counts ticks of 10 ms: an idle exporter takes one in a few seconds. The number of a process's own
     clock is as clock_getcpuclockid(3) of Linux makes it. Raises ``OSError`` when the process is gone.
     """
     return time.clock_gettime((~pid << 3) | 2)
@@ -56,7 +56,7 @@ def exporter(directory: Path, *arguments: str) -> Iterator[Program]:
 
 
 def start(*argv: str | Path, **options: object) -> subprocess.Popen[str]:
-    """Start a program whose output nobody reads."""
+    """Start a program and discard its output."""
     null = subprocess.DEVNULL
     return subprocess.Popen(argv, stdin=null, stdout=null, text=True, **options)  # type: ignore[call-overload,no-any-return]
 

@@ -61,7 +61,7 @@ def floor() -> Iterator[Switch]:
 
 @contextmanager
 def watched(directory: Path, level: str) -> Iterator[Switch]:
-    """A session of torchobs, whose sampler thread does not look whether its hooks are in place."""
+    """A session of torchobs, with a sampler thread that does not put hooks back."""
     torchobs.init(flight_dir=directory, level=level)
     switch, active = Switch(patch.active()), patch._active[:]
     patch._active.clear()

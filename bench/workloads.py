@@ -25,7 +25,7 @@ class Observer:
         return nullcontext()
 
     def after(self, model: torch.nn.Module, loss: torch.Tensor) -> None:
-        """End the step, whose gradients are still there."""
+        """End the step, before its gradients are cleared."""
 
 
 NOBODY = Observer()

@@ -92,7 +92,7 @@ def test_steps_by_diffusers_callback() -> None:
 
 
 def test_a_pipeline_without_callbacks_whose_latents_become_nan() -> None:
-    """The first step is told; the scheduler has its own step again."""
+    """The first such step is named; the scheduler has its own step again."""
     pipeline = ddpm()
     monitor = debug.diffusion_monitor()
     with monitor.watch(pipeline):

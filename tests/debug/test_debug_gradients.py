@@ -1,4 +1,4 @@
-"""``debug.check_gradients`` finds what is wrong with gradients and says of which parameter."""
+"""``debug.check_gradients`` names the parameters with a wrong gradient, and what is wrong with it."""
 
 # mypy: disable-error-code="comparison-overlap, index, no-untyped-call, operator, union-attr"
 

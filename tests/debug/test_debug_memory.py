@@ -22,7 +22,7 @@ from torchobs.probes.leak import MOST_TENSORS, Tracing
 
 
 def wide() -> torch.nn.Sequential:
-    """A model whose activations are larger than its inputs."""
+    """A model with activations larger than its inputs."""
     return torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 8))
 
 

@@ -60,7 +60,7 @@ def test_without_a_step_the_model_s_gradients_count() -> None:
 
 
 def test_contexts_nest_and_count() -> None:
-    """Inner and outer one are told apart; the summary has both, and forgets them when told to."""
+    """An inner one has its parent's name; the summary counts both, until ``clear()``."""
     with debug.context("outer") as outer, debug.context("inner") as inner:
         pass
     for _ in range(2):
@@ -155,7 +155,7 @@ def test_the_user_s_own_anomaly_mode_is_restored() -> None:
 
 
 def test_warn_names_the_forward_operator_and_goes_on() -> None:
-    """The first one whose inputs were fine, with the line; what follows from it is no finding."""
+    """The first one with finite inputs, by its line; what follows from it is no finding."""
     with debug.context("forward", anomaly="warn") as info:
         x = torch.tensor([1.0, -1.0])
         y = (torch.log(x) * 2 + 1).sum()

@@ -74,7 +74,7 @@ def test_a_loop_of_ones_own() -> None:
 
 
 def test_a_loop_that_ends_early() -> None:
-    """By its end or by a break: what was recorded is told, and the profiler is gone."""
+    """By its end or by a break: the result has what was recorded, and the profiler is gone."""
     layer = nn.Linear(4, 4)
     loop = debug.profile([torch.randn(3, 4)] * 4, wait=1, warmup=1, active=10)
     for batch in loop:
@@ -108,7 +108,7 @@ def test_a_block_with_stacks() -> None:
 
 
 def test_slow_operations() -> None:
-    """Told, counted, by sample; also as a decorator."""
+    """They are problems, counted, with the time by sample; also as a decorator."""
     with debug.context("sleep", slow_s=0.01, samples=10) as slow:
         time.sleep(0.02)
     assert not slow.ok

@@ -38,7 +38,7 @@ def sharded(layout: str) -> nn.Module:
 
 
 def shards(rank: int, layout: str) -> dict[str, Any]:
-    """What is said of a sharded model, whose batch has a NaN on one rank."""
+    """The results of a sharded model with a NaN in one rank's batch."""
     batch = torch.ones(6, 4)
     result: dict[str, Any] = {"agreement": debug.compare_ranks(sharded(layout)).to_dict()}
     flops = debug.count_flops(sharded(layout), batch)
@@ -81,7 +81,7 @@ def replicas(rank: int) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def said(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What each rank was told."""
+    """The results on each rank."""
     return fork_server.said_by_ranks(rank_main, tmp_path_factory.mktemp("ranks"))
 
 
@@ -155,7 +155,7 @@ def test_nothing_is_found_in_healthy_models(name: str) -> None:
 
 
 def test_a_parameter_and_an_input_elsewhere_are_named() -> None:
-    """The forward pass that fails for it is told, not raised."""
+    """The forward pass that fails for it raises nothing."""
     model = nn.Sequential(nn.Linear(4, 64), nn.Linear(64, 2))
     model[1].bias = nn.Parameter(torch.zeros(2, device="meta"))
     check = debug.check_devices(model, {"input": torch.zeros(3, 4, device="meta")})

@@ -145,7 +145,7 @@ class Keywords(torch.nn.Module):
 
 
 def test_batches_and_outputs_of_any_nesting() -> None:
-    """Dicts go by keyword, tuples by position; each tensor in them, and in a dataclass, has a name, and its NaN is told."""
+    """Dicts go by keyword, tuples by position; each tensor in them, and in a dataclass, has a name; a NaN is reported by it."""
     forward = debug.forward_pass(Keywords(), {"tokens": torch.tensor([-1.0, 1.0]), "scale": 2.0})
     assert [row.name for row in forward.inputs] == ["input.tokens"]
     assert [row.name for row in forward.outputs] == ["output.logits", "output.more.logits", "output.more.hidden[0]"]
@@ -228,7 +228,7 @@ SGD = torch.optim.SGD(MODEL.parameters())
 
 
 def graded(norm: float) -> nn.Module:
-    """A model whose gradients have this norm each."""
+    """A model with gradients of this norm each."""
     model = nn.Linear(4, 4)
     for parameter in model.parameters():
         parameter.grad = torch.full_like(parameter, norm / parameter.numel() ** 0.5)

@@ -48,7 +48,7 @@ def state() -> list[Any]:
 
 
 class Training:
-    """A small training whose every batch comes from a loader."""
+    """A small training with a loader."""
 
     def __init__(self) -> None:
         torch.manual_seed(5)
@@ -94,7 +94,7 @@ def test_all_switches_look_and_change_nothing(run: Recording, tmp_path: Path) ->
         "validation": 3, "early_stopping": 3, "lr_scheduling": 3,
     }  # fmt: skip
     unseen = [row.name for row in status.switches if row.error or not row.last]
-    assert set(unseen) <= {"forward_pass"}  # whose probe begins after some steps
+    assert set(unseen) <= {"forward_pass"}  # its probe begins after some steps
     assert {last("mixed_precision"), last("lr_scheduling")} == {"autocast off", "lr 0.01"}
     assert "top operator" in last("autograd_profiler")
     assert len(list(tmp_path.glob("*.pt.trace.json"))) == 3

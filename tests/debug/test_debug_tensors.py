@@ -130,7 +130,7 @@ def test_a_large_tensor_is_computed_in_parts_and_sampled(monkeypatch: pytest.Mon
     stats, finite = debug.inspect_tensor(x, "x"), x[~x.isnan()]
     assert (stats.mean, stats.std) == pytest.approx((finite.mean().item(), finite.std().item()), rel=1e-9)
     assert (stats.nan_count, stats.counted, stats.min, stats.max) == (1, 10_500, finite.min().item(), finite.max().item())
-    assert stats.sampled == sum(stats.histogram) == 2863  # of at most 3000, of which one is NaN
+    assert stats.sampled == sum(stats.histogram) == 2863  # of at most 3000, without one NaN
     assert stats.quantiles["0.5"] == pytest.approx(1e6, abs=0.1)
 
 

@@ -173,7 +173,7 @@ def test_the_sum_of_a_healthy_output_does_not_overflow() -> None:
 
 
 def test_running_statistics_are_not_read_in_training() -> None:
-    """Promise: those that a step before has spoiled are no origin in train mode, whose result is computed without them."""
+    """Promise: those that a step before has spoiled are no origin in train mode, where the result does not depend on them."""
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), Net(lambda layer, x: torch.log(-1 - layer(x).square())))
     cast("Any", model[1]).running_mean.fill_(float("nan"))
     origin = debug.trace_nan(model, batch())

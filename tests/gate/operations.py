@@ -55,7 +55,7 @@ NATIVE_CEILINGS = {
     "mlp": Counts(Operations(9, 44), Operations(177, 2250)),
     "gpt": Counts(Operations(40, 520), Operations(623, 6200)),
 }
-"""The same with the compiled part, whose calls of other functions in C are not seen."""
+"""The same with the compiled part; its calls of other functions in C are not seen."""
 ROOM = 1.0 if sys.version_info[:2] == (3, 11) else 1.1
 """Other versions of Python have other instructions"""
 

@@ -25,7 +25,7 @@ SLOW_S = 0.05
 
 @pytest.fixture
 def probe(run: Recording) -> Any:
-    """The probe of the recording, whose sampler rests: the test asks when it wants."""
+    """The probe of a recording with a resting sampler: the test asks when it wants."""
     sampler, manager = run.session._sampler, run.session._probe_manager
     assert sampler is not None
     assert manager is not None

@@ -54,7 +54,7 @@ def captured_whole(pause_s: float) -> list[torch.Tensor]:
         for batch in batches(12):
             static.copy_(batch)
             step()
-            time.sleep(pause_s)  # rounds of the sampler, which choose layers whose weights are copied
+            time.sleep(pause_s)  # rounds of the sampler, which choose layers and copy their weights
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     optimizer.zero_grad(set_to_none=True)
@@ -70,7 +70,7 @@ def captured_whole(pause_s: float) -> list[torch.Tensor]:
 
 
 def graphed_callables(_: float) -> list[torch.Tensor]:
-    """A model whose forward and backward pass are graphs, and its optimizer's step is not."""
+    """A model with graphs for its forward and backward pass; the optimizer's step is none."""
     model = model_of()
     graphed: Any = torch.cuda.make_graphed_callables(model, (torch.randn(16, 64, device="cuda"),))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=True)
@@ -84,7 +84,7 @@ def graphed_callables(_: float) -> list[torch.Tensor]:
 
 
 def reduced_overhead(_: float) -> list[torch.Tensor]:
-    """``mode="reduce-overhead"``: graphs that torch makes and manages by itself, whose outputs it writes anew at each call."""
+    """``mode="reduce-overhead"``: torch makes and manages the graphs, and overwrites their outputs at each call."""
     torch.compiler.reset()
     model = model_of()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=True)
@@ -121,7 +121,7 @@ def noted(rounds: list[str], name: str, **_: bool) -> None:
 
 
 def test_threads_of_ours_rest_while_a_graph_is_captured(run: Recording) -> None:
-    """What they would collect may be a graph, whose end would end the capture; what waits for a backward waits on."""
+    """They might collect a graph, and its end would end the capture; what waits for a backward waits on."""
     context, sampler, manager = run.session.context, run.session._sampler, run.session._probe_manager
     assert context is not None
     assert sampler is not None

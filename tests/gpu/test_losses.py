@@ -45,7 +45,7 @@ def test_the_loss_of_every_step(run: Recording, dtype: torch.dtype, passes: int)
 
 
 def test_pinned_memory_is_allocated_at_the_first_step_and_not_again(run: Recording) -> None:
-    """To allocate it synchronises, of which torch's sync-debug mode knows nothing."""
+    """An allocation synchronises, and torch's sync-debug mode does not see that."""
     statistics: Any = getattr(torch.cuda, "host_memory_stats", None)
     if statistics is None:
         pytest.skip(f"torch {torch.__version__} does not count pinned memory")

@@ -39,7 +39,7 @@ print(torch.cuda.is_initialized())
 
 @pytest.fixture
 def run(flight_dir: Path) -> Iterator[Recording]:
-    """A recording whose sampler leaves the device memory alone: the test asks when it wants."""
+    """A recording with a sampler that leaves the device memory alone: the test asks when it wants."""
     yield from recording(flight_dir, disable_probes="device_memory")
 
 

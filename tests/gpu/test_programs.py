@@ -62,7 +62,7 @@ def test_the_losses_of_the_last_steps_are_shown_at_the_end(flight_dir: Path) -> 
 
 
 def test_an_error_of_the_user_s_on_the_device_is_raised_to_the_user(flight_dir: Path) -> None:
-    """Whichever call is the first to be told of it; no probe takes it for its own. How the process ends is torch's affair."""
+    """At whichever call comes first; no probe takes it for its own. How the process ends is torch's affair."""
     script = """
 train(3)
 try:

@@ -1,4 +1,4 @@
-"""CustomResourceDefinitions of the operators whose objects the chart makes, for kubeconform and for a real API server.
+"""CustomResourceDefinitions of the operators that the chart makes objects for, for kubeconform and for a real API server.
 
 No package index carries the operators' own CRD files. Those of Prometheus' operator come from a Python package that is
 generated from them, `cloudcoil.models.prometheus_operator`. For GrafanaDashboard and Kyverno's MutatingPolicy there is no such

@@ -180,7 +180,7 @@ def injection(
 ) -> Iterator[None]:
     """The policy with this image of the exporter, bound to this namespace alone, at work until the end of the block.
 
-    ``changed``: what tells that of a pod; ``None`` for a policy that never is at work.
+    ``changed``: whether a pod shows that; ``None`` for a policy that never is at work.
     """
     image, _, tag = exporter.rpartition(":")
     policy = rendered(

@@ -17,7 +17,7 @@ IN_A_CLUSTER = [
     pytest.mark.kubernetes,
     pytest.mark.skipif(not READY, reason=f"{support.NEEDS_KUBERNETES}: KUBECONFIG, and `make kube-test`"),
 ]
-"""Marks of a module whose tests need a cluster and the images"""
+"""Marks of a module with tests that need a cluster and the images"""
 
 SHIPPED = support.ROOT / "deploy" / "kubernetes"
 ARBITRARY_UID = 1_000_650_000

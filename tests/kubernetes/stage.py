@@ -119,7 +119,7 @@ def monitored(
     evaluation: str = "1s",
     exporter: str = "",
 ) -> Iterator[Stage]:
-    """All objects at once; two Prometheus, one with an Alertmanager whose receiver is this process.
+    """All objects at once; two Prometheus, one with an Alertmanager that notifies this process.
 
     They run outside the cluster, with the chart's rules, and find the pods by its scrape configuration and the cluster's API.
     One value is another: lives are short here. To a pod they are two scrapers behind one address. ``scrapes``: their scrape

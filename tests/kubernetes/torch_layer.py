@@ -29,7 +29,7 @@ def required(name: str, distributions: dict[str, Distribution]) -> dict[str, Dis
 def copy(distribution: Distribution, to: Path) -> None:
     """Copy what was installed of a distribution, with its times: compiled modules are believed by them.
 
-    Not every installer lists those. Without them each rank of a pod, whose image it may not write, compiles torch anew.
+    Not every installer lists those. Without them each rank of a pod compiles torch anew, since it may not write into its image.
     """
     listed = [Path(path) for path in distribution.files or () if not LEFT_OUT.match(path.as_posix())]
     compiled = (Path(cache_from_source(path)) for path in listed if path.suffix == ".py")

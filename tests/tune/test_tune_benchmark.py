@@ -22,7 +22,7 @@ from torchobs.tune.comparison import ModeResult, Quartiles, recommend
 
 
 def mode(name: str, speedup: tuple[float, float, float], *, accepted: bool = True) -> ModeResult:
-    """Measurements of which only the speed-up matters."""
+    """Measurements with this speed-up; the rest does not matter."""
     once = Quartiles(1.0, 1.0, 1.0)
     return ModeResult(name, (), once, Quartiles(*speedup), 1.0, None, None, 0.0, accepted)
 
@@ -42,7 +42,7 @@ def test_a_real_gain_is_found_and_recommended() -> None:
     assert json.loads(json.dumps(result.to_dict()))["recommended"] == "amp"
     assert "amp" in str(result)
     assert "speedup_factor" in str(result)
-    assert amp.peak_bytes is amp.memory_savings is None  # which only a GPU's allocator tells
+    assert amp.peak_bytes is amp.memory_savings is None  # known for a GPU's allocator alone
 
 
 def test_model_optimizer_and_random_state_are_as_before() -> None:

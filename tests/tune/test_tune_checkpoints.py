@@ -29,7 +29,7 @@ def test_a_failed_save_leaves_the_old_file(tmp_path: Path) -> None:
 
 
 def test_files_that_are_no_checkpoint_are_refused(tmp_path: Path) -> None:
-    """Promise: other files, halves, other optimizers and parts are told before anything is loaded; places before training."""
+    """Promise: other files, halves, other optimizers and parts are errors before anything is loaded; places before training."""
     path = tmp_path / "run.pt"
     run = tune.pipeline(blocks(), loss_fn, amp="off")
     run.fit([PAIR], 1, checkpoint=path)

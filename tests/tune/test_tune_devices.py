@@ -110,7 +110,7 @@ def test_deterministic_algorithms_on_request() -> None:
 
 
 class Torch:
-    """A torch with three devices, on the last two of which its process has a context."""
+    """A torch with three devices; the process has a context on the last two."""
 
     def __init__(self) -> None:
         self.waited: list[int | None] = []

@@ -302,7 +302,7 @@ def test_gradients_from_before_a_group_are_dropped(accumulate: int) -> None:
 
 
 def with_nan(*, at: int, of: int) -> list[tuple[Tensor, Tensor]]:
-    """Batches, in one of which a value is NaN."""
+    """Batches with a NaN in one of them."""
     torch.manual_seed(3)
     batches = [(torch.randn(4, 16), torch.randn(4, 4)) for _ in range(of)]
     batches[at][0][1, 2] = math.nan

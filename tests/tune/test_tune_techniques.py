@@ -57,7 +57,7 @@ def test_quantisation_is_skipped_where_it_cannot_be() -> None:
     assert "not part of mode 'amp'" in str(tune.optimize(blocks(), mode="amp", quantize="dynamic"))
     plan = tune.optimize(nn.Sequential(nn.ReLU()), mode="inference", quantize="dynamic")
     assert "- quantization    the model has no nn.Linear" in str(plan)
-    model = nn.Sequential(nn.Linear(4, 4), nn.utils.spectral_norm(nn.Linear(4, 2)))  # whose weight is computed before each call
+    model = nn.Sequential(nn.Linear(4, 4), nn.utils.spectral_norm(nn.Linear(4, 2)))  # its weight is computed before each call
     plan = tune.optimize(model, mode="inference", quantize="dynamic", example=torch.randn(3, 4))
     assert "1 × Linear in 8-bit integers" in str(plan)
     assert plan.inspect().ok
@@ -89,7 +89,7 @@ def test_no_more_is_recomputed_than_the_budget_asks_for() -> None:
 
 
 class Counting(nn.Module):
-    """Has a state that no class of torch tells: a moving average, in training alone."""
+    """Has a state in a plain buffer: a moving average, in training alone."""
 
     average: Tensor
 

@@ -36,7 +36,7 @@ def ddp() -> None:
 
 
 def sharded_by_halves() -> None:
-    """Five batches of which each rank has a half, two epochs, as the test does with whole ones in one process."""
+    """Two epochs of five batches, half of each on a rank; the test trains on whole ones in one process."""
     model = blocks(depth=2, dropout=0.0)
     for block in model:
         fully_shard(block)
