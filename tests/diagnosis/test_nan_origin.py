@@ -7,7 +7,7 @@ import random
 import subprocess
 import sys
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import pytest
 import torch
@@ -91,6 +91,35 @@ def test_infinities_that_do_no_harm_are_no_birth(run: Recording, odd: str) -> No
         optimizer.step()
     run.look()
     assert run.frames(catalog.EVENT_NONFINITE_ORIGIN.name) == []
+
+
+class Looked(nn.Module):
+    """Mentions ``*`` behind its last module, and ``/`` where nobody who reads its code finds it."""
+
+    divide: ClassVar[dict[str, Any]] = {"sick": lambda h: h / (h - h.detach()), "": lambda h: h}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last, self.sickness = nn.Linear(4, 4), nn.Linear(4, 3), ""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return logits."""
+        logits: torch.Tensor = self.last(self.divide[self.sickness](self.first(x))) * 2.0
+        return logits
+
+
+@pytest.mark.parametrize(("sickness", "scale", "module"), [("sick", 1.0, "Looked"), ("", 1e38, "")])
+def test_a_line_that_only_has_the_same_operator_is_not_named(run: Recording, sickness: str, scale: float, module: str) -> None:
+    """Of the script, if the model calls what comes before and after; of the model, if the loss comes before."""
+    model, rate = Looked(), scale / 2
+    for number in range(4):
+        model.sickness = sickness if number == 3 else ""
+        loss = nn.functional.cross_entropy(model(torch.randn(5, 4)), torch.arange(5) % 3)
+        torch.autograd.backward(loss * scale * scale if number == 3 else loss * rate)
+    run.look()
+    (origin,) = run.attributes(catalog.EVENT_NONFINITE_ORIGIN.name)
+    assert origin.get("module", "") == module
+    assert bool(module) != (int(origin.get("location", ":0").rpartition(":")[2]) > Looked.forward.__code__.co_firstlineno + 3)
 
 
 def bits(tensor: torch.Tensor) -> list[int]:

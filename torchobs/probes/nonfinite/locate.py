@@ -180,16 +180,31 @@ class Locator:
             begins = _first_line(module) if node.operator in OPAQUE else None
             return self._placed(owner, users[0] if users else self._caller_line(owner) or begins)
         before, after = self._around(node)
-        candidates = self._candidates(before, after)
+        candidates = [] if after is None and self._is_in_script(node) else self._candidates(before, after)
         for apart in (1, 0):  # lines between those of the two neighbours, then theirs
             for path in candidates:
                 line = self._matching(path, words, before, after, apart)
                 if line is not None:
                     return self._placed(path, line if line.is_users else self._caller_line(path))
-        line = self._in_frames(words)
-        if line is not None or after is None or before is None:
+        shared = None if after is None or before is None else common([before, after])
+        line = None if shared is not None and self._calls_both(shared, before, after) else self._in_frames(words)
+        if line is not None or shared is None:
             return Place("", "", "" if line is None else str(line))
-        return self._placed(self._real(common([before, after])), None)
+        return self._placed(self._real(shared), None)
+
+    def _is_in_script(self, node: GraphNode) -> bool:
+        """Return whether an operator that only the script mentions lies between the last module and the node."""
+        last = max((user.number for user in self._paths if user.number < node.number), default=0)
+        return any(
+            self._in_frames(words) is not None
+            and not any(module_lines(module, words) for module in self._names.modules.values())
+            for words in {spellings(other.operator) for other in self._nodes if last < other.number < node.number}
+        )
+
+    def _calls_both(self, path: str, before: str | None, after: str | None) -> bool:
+        """Return whether the module's ``forward`` calls both: what lies between is in none of the running functions."""
+        module = self._names.modules.get(path)
+        return module is not None and {_child(path, before), _child(path, after)} <= _child_lines(module).keys()
 
     def _placed(self, path: str, line: Line | None) -> Place:
         module = self._names.modules.get(path)
