@@ -108,10 +108,6 @@ def fields(template: str) -> set[str]:
     return {name for _, name, _, _ in Formatter().parse(needed) if name}
 
 
-def _absent(value: object) -> bool:
-    return value is None or (isinstance(value, (str, list, tuple)) and not value)
-
-
 def _filled(part: str, values: Mapping[str, object], *, optional: bool) -> str:
     if optional and (condition := _CONDITION.match(part)) is not None:
         if bool(values.get(condition[1])) != (condition[2] == "?"):
@@ -123,7 +119,7 @@ def _filled(part: str, values: Mapping[str, object], *, optional: bool) -> str:
         if name is None:
             continue
         value = values.get(name)
-        if optional and _absent(value):
+        if optional and value in (None, "", [], ()):
             return ""
         words.append(_named(value, values.get(f"{name}_affected")) if spec == "named" else _formatted(value, spec or ""))
     return "".join(words)

@@ -161,10 +161,6 @@ def _address(text: str) -> Address:
     return Address(match["ipv6"] or match["host"], _within(int(match["port"]), 0, _MAX_PORT))
 
 
-def _interval(text: str) -> int | Literal["auto"]:
-    return "auto" if text.lower() == "auto" else _within(_integer(text), 1, math.inf)
-
-
 def duration_s(text: str) -> float:
     """Return seconds for ``90``, ``90s``, ``1m30s``, ``2h``. Raises ``ValueError`` for anything else."""
     hours, minutes, seconds = (float(part or 0) for part in _matched(_DURATION, _text(text)).groups())
@@ -197,12 +193,10 @@ def _attributes(text: str) -> Attributes:
     return tuple(usable.items())
 
 
-def _names(text: str, allowed: Collection[str]) -> frozenset[str]:
+def _names(text: str, valid: Collection[str]) -> frozenset[str]:
     words = frozenset(word.strip() for word in text.split(",")) - {""}
-    if wrong := sorted(words.difference(allowed)):
-        raise PartlyUsableError(
-            f"{wrong[0][:_MAX_SHOWN]!r} is unknown{closest(wrong[0], allowed)}", words.intersection(allowed)
-        )
+    if wrong := sorted(words.difference(valid)):
+        raise PartlyUsableError(f"{wrong[0][:_MAX_SHOWN]!r} is unknown{closest(wrong[0], valid)}", words.intersection(valid))
     return words
 
 
@@ -220,7 +214,9 @@ PATH = ValueKind("a path", _path)
 ABSOLUTE_PATH = ValueKind("an absolute path", lambda text: Path(_matched(r"/.*", str(_path(text)))[0]))
 ADDRESS = ValueKind(f"host:port with a port up to {_MAX_PORT}", _address)
 TRACEPARENT = ValueKind("a W3C traceparent", lambda text: _matched(_TRACEPARENT, text)[0])
-INTERVAL = ValueKind("auto or an integer, at least 1", _interval)
+INTERVAL = ValueKind(
+    "auto or an integer, at least 1", lambda text: "auto" if text.lower() == "auto" else _within(_integer(text), 1, math.inf)
+)
 ATTRIBUTES = ValueKind("key=value,key=value with percent-encoded values", _attributes)
 MEMORY = ValueKind("bytes, such as 134217728 or 128Mi", lambda text: _size(text, _KUBERNETES_UNITS))
 DURATION = ValueKind("a duration such as 90s, 5m or 1h30m", duration_s)
@@ -323,16 +319,13 @@ def with_exporter_variable(option: Option) -> Option:
 
 
 def read(
-    table: Iterable[Option],
-    arguments: Mapping[str, Iterable[object]],
-    environ: Mapping[str, str],
-    problems: list[SettingsProblem],
+    table: Iterable[Option], flags: Mapping[str, Iterable[object]], environ: Mapping[str, str], problems: list[SettingsProblem]
 ) -> dict[str, object]:
     """Return the values of a table's options by name, of those that have one; adds ignored values to ``problems``.
 
-    ``arguments``: the values of flags or arguments by name. Of an option that may be given several times it is a tuple.
+    ``flags``: the values of flags or arguments by name. Of an option that may be given several times it is a tuple.
     """
-    chosen = [(option, values_of(option, arguments.get(option.name, ()), environ, problems)) for option in table]
+    chosen = [(option, values_of(option, flags.get(option.name, ()), environ, problems)) for option in table]
     return {option.name: tuple(values) if option.several else values[-1] for option, values in chosen if values}
 
 

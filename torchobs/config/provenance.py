@@ -27,7 +27,8 @@ class Checkout(NamedTuple):
 
 def checkout(start: Path) -> Checkout | None:
     """Return the checkout that a directory belongs to; ``None`` if there is none, or no commit yet. May raise ``OSError``."""
-    root = _root(start.resolve())
+    start = start.resolve()
+    root = next((path for path in (start, *start.parents) if (path / ".git").exists()), None)
     if root is None:
         return None
     git = _git_directory(root)
@@ -38,10 +39,6 @@ def checkout(start: Path) -> Checkout | None:
     if _HASH.fullmatch(commit) is None:
         return None
     return Checkout(commit, name.removeprefix("refs/heads/") if name else None)
-
-
-def _root(start: Path) -> Path | None:
-    return next((path for path in (start, *start.parents) if (path / ".git").exists()), None)
 
 
 def _git_directory(root: Path) -> Path:

@@ -98,7 +98,8 @@ def stall(report: RankView) -> Stall | None:
         return None
     timed = [step.duration_s for step in report.steps[-_RECENT_STEPS:] if step.duration_s is not None]
     usual_s = report.standstill.usual_step if report.standstill else median(timed) if timed else None
-    quiet_s, timeout_s = max(0.0, report.last_s - report.progress_s), _timeout_s(report)
+    quiet_s = max(0.0, report.last_s - report.progress_s)
+    timeout_s = state.hang_timeout_s(report.readings.distribution(catalog.STEP_DURATION), catalog.SECONDS_BOUNDS)
     least_s = timeout_s if usual_s is None else max(LEAST_S, USUAL_FACTOR * usual_s)
     unheard = report.reason in {"", "lost", "out_of_memory"}
     lock_held = unheard and any(left.kind == STUCK and not left.number for left in report.left)
@@ -171,10 +172,6 @@ def _written_early(report: RankView) -> bool:
 def _dumps(report: RankView) -> list[Event]:
     """Return the events of stacks that were written after the last step."""
     return [fact for fact in report.events_named(catalog.EVENT_STACKS) if fact.time_s >= report.progress_s]
-
-
-def _timeout_s(report: RankView) -> float:
-    return state.hang_timeout_s(report.readings.distribution(catalog.STEP_DURATION), catalog.SECONDS_BOUNDS)
 
 
 def _absences(ranks: Sequence[RankView], named: Collection[str]) -> Iterator[str]:

@@ -178,10 +178,6 @@ def _telemetry_path(text: str) -> str:
     return text
 
 
-def _hang_timeout(text: str) -> float | None:
-    return None if text == "auto" else kinds.duration_s(text)
-
-
 def _collectors(text: str) -> tuple[str, ...]:
     word = text.lower()
     if word in {_ALL, "none"}:
@@ -255,7 +251,8 @@ OPTIONS = tuple(map(with_exporter_variable, (
         "90s", flag="--drain-timeout", metavar="DURATION",
     ),
     Option(
-        "hang_timeout_s", ValueKind("auto, or a duration such as 10m", _hang_timeout),
+        "hang_timeout_s",
+        ValueKind("auto, or a duration such as 10m", lambda text: None if text == "auto" else kinds.duration_s(text)),
         "How long a rank may take for a step before it is hung.",
         "auto, 20 times its usual step, at least 1m", flag="--hang-timeout", metavar="DURATION",
     ),

@@ -338,7 +338,8 @@ def unlock(file: Descriptor) -> None:
 
 def is_locked_here(directory_fd: int, name: str) -> bool:
     """Return whether this process holds the lock on that name, without opening it. Raises ``OSError`` if it is gone."""
-    return _identity(os.stat(name, dir_fd=directory_fd, follow_symlinks=False)) in _locked
+    status = os.stat(name, dir_fd=directory_fd, follow_symlinks=False)
+    return (status.st_dev, status.st_ino) in _locked
 
 
 def is_locked(directory_fd: int, name: str) -> bool:
@@ -367,7 +368,3 @@ def _probe(directory_fd: int, name: str) -> bytes:
     """Query the lock of a file that this process has not locked (closing it would drop it). Call with the mutex held."""
     with reading(directory_fd, name) as fd:
         return fcntl.fcntl(fd, fcntl.F_GETLK, _flock(fcntl.F_WRLCK))
-
-
-def _identity(status: os.stat_result) -> tuple[int, int]:
-    return status.st_dev, status.st_ino

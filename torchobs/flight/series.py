@@ -108,12 +108,8 @@ def decode(table: bytes, seed: int) -> Iterator[tuple[Series, int]]:
 def _parse(payload: bytes, block: int, word: int, _: int, kind: int, value_type: int) -> Series:
     name, unit, brief, attributes, bounds, *scope = json.loads(payload)
     edges = tuple(map(float, bounds))
-    library = _scope(*scope[0]) if scope else None
+    library = Scope(scope[0][0], scope[0][1], scope[0][2], _pairs(scope[0][3])) if scope else None
     return Series(name, Kind(kind), unit, brief, _pairs(attributes), edges, value_type, block, word, library)
-
-
-def _scope(name: str, version: str, schema_url: str, attributes: Mapping[str, Any]) -> Scope:
-    return Scope(name, version, schema_url, _pairs(attributes))
 
 
 def _pairs(attributes: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:

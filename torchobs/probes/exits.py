@@ -52,17 +52,13 @@ def message(error: BaseException) -> str:
     An argument that is no plain value is not formatted, but by a class that does so itself: a tensor would wait for its device.
     """
     if type(error).__str__ in {BaseException.__str__, KeyError.__str__}:
-        plain = all(_is_plain(argument) for argument in error.args)
+        plain = all(type(x) in _PLAIN or (type(x) is tuple and all(type(item) in _PLAIN for item in x)) for x in error.args)
         return first_line(str(error) if plain else next((text for text in error.args if type(text) is str), ""))
     try:
         text = str(error)
     except Exception:  # noqa: BLE001  # the class' own method, which may raise anything
         return ""
     return first_line(text)
-
-
-def _is_plain(value: object) -> bool:
-    return type(value) in _PLAIN or (type(value) is tuple and all(type(item) in _PLAIN for item in value))
 
 
 def first_line(text: str) -> str:

@@ -286,7 +286,9 @@ class Scanner:
             elif tracked.certainly_dead(now):
                 self._tracked.pop(name).release()
                 self._past[name] = tracked.candidate()
-        return tuple(sorted(with_patience(ranks, lambda rank: rank.view.live.phase), key=_order)), tuple(left), files
+        waited = with_patience(ranks, lambda rank: rank.view.live.phase)
+        in_order = sorted(waited, key=lambda rank: (rank.job_name, rank.run_id, len(rank.rank), rank.rank))
+        return tuple(in_order), tuple(left), files
 
     def _status(self, tracked: RankFile, suffixes: Mapping[str, str], now: Now) -> str:
         if tracked.incarnation not in suffixes:
@@ -300,10 +302,6 @@ class Scanner:
                 twice = "two living processes claim one rank: job %s, run %s, rank %s; the younger is rank %s"
                 _log.warning(twice, *tracked.rank, tracked.rank[2] + suffix)
         return tracked.served(suffix, now)
-
-
-def _order(rank: Rank) -> tuple[str, str, int, str]:
-    return rank.job_name, rank.run_id, len(rank.rank), rank.rank
 
 
 def _reason(problem: BaseException, directory_fd: int, name: str, owner: int | None) -> str:
