@@ -135,6 +135,7 @@ def test_a_look_at_all_objects_breaks_nothing_that_other_threads_are_building(lo
     def called(*_: object) -> None:
         time.sleep(1e-4)  # as code of Python's does that a collection runs: finalizers, callbacks of a library
 
+    look()  # its imports would collect garbage at each twentieth object
     thread, before = Thread(target=build), gc.get_threshold()
     gc.callbacks.append(called)
     gc.set_threshold(20)  # so that one begins in each look, if it may
