@@ -109,24 +109,14 @@ def test_deterministic_algorithms_on_request() -> None:
         torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = before
 
 
-class Torch:
-    """A torch with three devices; the process has a context on the last two."""
-
-    def __init__(self) -> None:
-        self.waited: list[int | None] = []
-        self._C = SimpleNamespace(_cuda_hasPrimaryContext=lambda index: index > 0)
-        self.cuda = SimpleNamespace(is_initialized=lambda: True, device_count=lambda: 3, synchronize=self._synchronize)
-
-    def _synchronize(self, device: int | None = None) -> None:
-        self.waited.append(device)
-
-
 def test_a_timing_waits_for_the_devices_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And makes no context on the others."""
-    module: Any = Torch()
-    monkeypatch.setattr(operations, "torch", module)
+    """The process has a context on two of three devices; none is made on the other."""
+    waited = list[int]()
+    cuda = SimpleNamespace(is_initialized=lambda: True, device_count=lambda: 3, synchronize=waited.append)
+    contexts = SimpleNamespace(_cuda_hasPrimaryContext=lambda index: index > 0)
+    monkeypatch.setattr(operations, "torch", SimpleNamespace(cuda=cuda, _C=contexts))
     operations.wait_for_devices()
-    assert module.waited == [1, 2]
+    assert waited == [1, 2]
 
 
 def test_a_comparison_waits_for_the_device_that_it_names(monkeypatch: pytest.MonkeyPatch) -> None:
