@@ -6,6 +6,7 @@ import asyncio
 import logging
 import threading
 from collections.abc import Callable
+from logging.handlers import BufferingHandler
 from math import inf, isnan, nan
 from typing import Any
 
@@ -167,18 +168,9 @@ def test_in_an_event_loop_other_tasks_run_while_the_same_is_computed(monkeypatch
     assert asyncio.run(program())[0].problems == ()
 
 
-class Kept(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.records: list[logging.LogRecord] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.records.append(record)
-
-
 def test_a_bridge_hands_findings_to_the_training_s_logger() -> None:
     """Once each, with their fields, until it is closed; then they go where they went before."""
-    kept, logger = Kept(), logging.getLogger("training of one's own")
+    kept, logger = BufferingHandler(100), logging.getLogger("training of one's own")
     logger.addHandler(kept)
     try:
         with debug.logging_bridge(logger):
@@ -191,7 +183,7 @@ def test_a_bridge_hands_findings_to_the_training_s_logger() -> None:
         debug.inspect_tensor(torch.tensor([nan]), "z")
     finally:
         logger.removeHandler(kept)
-    assert [(record.getMessage(), vars(record)["torchobs_kind"]) for record in kept.records] == [
+    assert [(record.getMessage(), vars(record)["torchobs_kind"]) for record in kept.buffer] == [
         ("inspect_tensor: x: 1 NaN of 1 elements", "nonfinite_tensor")
     ]
     assert (findings.logger.handlers, findings.logger.propagate) == ([], True)
