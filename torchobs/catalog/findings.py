@@ -597,21 +597,21 @@ unmoved_layers warning alert=TorchobsGradientVanishing source=torchobs.grad.unmo
 unmoved_layers_vanishing warning source=torchobs.grad.unmoved key=vanishing
     short: {layers_affected:,} of {layers_total:layer} {layers_affected:learns|learn} nothing: only a tiny gradient reaches
       {at}.
-    long: {layers_affected:,} of {layers_total:layer} ({layers:named}) learned nothing: the gradient is tiny on its way back to
-      {at}.
+    long: {layers_affected:,} of {layers_total:layer} ({layers:named}) {layers_affected:was|were} not learning in step {step:,}:
+      the gradient is tiny on its way back to {at}.
 unmoved_layers_cut_off warning source=torchobs.grad.unmoved key=cut_off
     short: {layers_affected:,} of {layers_total:layer} {layers_affected:learns|learn} nothing: no gradient reaches {at}.
-    long: {layers_affected:,} of {layers_total:layer} ({layers:named}) learned nothing: no gradient at all comes back to {at},
-      because of saturated or dead units behind it, or a part that is cut off from the loss.
+    long: {layers_affected:,} of {layers_total:layer} ({layers:named}) {layers_affected:was|were} not learning in step {step:,}:
+      no gradient at all comes back to {at}, because of saturated or dead units behind it, or a part cut off from the loss.
 unmoved_layers_dead_units warning source=torchobs.grad.unmoved key=dead_units
     short: {layers_affected:,} of {layers_total:layer} {layers_affected:learns|learn} nothing: only zeros come into {at}, from
       dead units.
-    long: {layers_affected:,} of {layers_total:layer} ({layers:named}) learned nothing: nothing but zeros comes into {at}, the
-      units before it are dead.
+    long: {layers_affected:,} of {layers_total:layer} ({layers:named}) {layers_affected:was|were} not learning in step {step:,}:
+      nothing but zeros comes into {at}, the units before it are dead.
 unmoved_layers_no_gradient warning source=torchobs.grad.unmoved key=no_gradient
     short: {layers_affected:,} of {layers_total:layer} {layers_affected:learns|learn} nothing: the optimizer gets no gradient
       for {layers_affected:it|them}.
-    long: {layers_affected:,} of {layers_total:layer} ({layers:named}) learned nothing: from step {step:,} on the optimizer gets
+    long: {layers_affected:,} of {layers_total:layer} ({layers:named}) learned nothing from step {step:,} on: the optimizer gets
       no gradient for {layers_affected:it|them}. The loss is cut off from the model (detach, item, no_grad, a new tensor of its
       value), or zero_grad() comes after backward(), or backward() is not called, or the model was copied or replaced after the
       optimizer was made.

@@ -19,6 +19,7 @@ import re
 import runpy
 import shlex
 import sys
+import time
 from collections.abc import Callable, Sequence
 from enum import Enum
 from importlib.machinery import SourceFileLoader, SourcelessFileLoader
@@ -44,6 +45,7 @@ _HOOKS = tuple(str(Path(__file__).parent.parent / name) for name in ("probes", "
 _STDERR = 2
 _MOST_FINDINGS = 3
 _LEAST_NAMED = 0.01
+_PATIENCE_S = 2.0
 _VALUED = (
     settings.named("exporter_address")._replace(flag="--address", metavar="HOST:PORT"),
     arguments.DIRECTORY,
@@ -244,7 +246,10 @@ class Summary:
         keeps = keeps and not any(run.lives for run in listing(directory).runs if run.run_id == watched.run_id)
         if not watched.is_read and not keeps:
             return
-        chosen = choose([directory], watched.run_id)
+        chosen, until_s = choose([directory], watched.run_id), time.monotonic() + _PATIENCE_S
+        while watched.is_read and {"alive", "finished"} <= {rank.state for rank in chosen.ranks} and time.monotonic() < until_s:
+            time.sleep(0.2)  # the other ranks end a moment later
+            chosen = choose([directory], watched.run_id)
         if watched.is_read:
             more = f"torchobs inspect {shlex.quote(watched.directory)} --run {shlex.quote(watched.run_id)}"
             _print([*summary_lines(chosen), f"more: {more}"])

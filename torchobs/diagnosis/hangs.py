@@ -106,7 +106,8 @@ def stall(report: RankView) -> Stall | None:
     patient = report.phase in PATIENT_PHASES
     long = quiet_s >= least_s and (patient or not report.up or usual_s is None)
     long = long or lock_held or report.state == "hung" or report.standstill is not None
-    if report.reason == "finished" or not (long or _written_early(report)):
+    wrote_early = not report.up and any(fact.text("cause") == "stalled" for fact in _dumps(report))  # after its last step
+    if report.reason == "finished" or not (long or wrote_early):
         return None
     begun_s = report.phase_begun_s
     return Stall(
@@ -162,11 +163,6 @@ def _stacks(report: RankView) -> tuple[str, ...]:
     late = [left.name for left in files if not left.number or left.number / 1e3 >= report.progress_s - 1]
     ids = {"", *(left.id for left in files)}
     return tuple(sorted(late) or [f"evidence {name}" for fact in _dumps(report) if (name := fact.text("evidence")) not in ids])
-
-
-def _written_early(report: RankView) -> bool:
-    """Return whether the rank wrote its stacks by itself after its last step, and ended before the next."""
-    return not report.up and any(fact.text("cause") == "stalled" for fact in _dumps(report))
 
 
 def _dumps(report: RankView) -> list[Event]:

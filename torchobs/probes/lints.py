@@ -137,7 +137,8 @@ class Lints:
             return
         if state.began is None and measured.sample is not None:
             # now: a short first epoch may end before the sampler thread has looked for the models
-            owners = [module for module in self._names.built_modules.modules() if _holds(module, measured.sample)]
+            tables = ((module, vars(module).get("_parameters", {})) for module in self._names.built_modules.modules())
+            owners = [module for module, table in tables if any(member is measured.sample for member in table.values())]
             state.began = any(owner.training for owner in owners)
             state.lints.append(KeptGradients(self))
         self._observe(state, measured, EvaluationMode if within else None)
@@ -345,10 +346,6 @@ def _trained(module: Any) -> int:
 def _has_modes(module: Any) -> bool:
     """Return whether it computes differently in evaluation mode; by the names of its classes, without ``isinstance``."""
     return any(getattr(module, _MODAL[kind.__name__], False) for kind in type(module).__mro__ if kind.__name__ in _MODAL)
-
-
-def _holds(module: Any, parameter: Any) -> bool:
-    return any(member is parameter for member in vars(module).get("_parameters", {}).values())
 
 
 class KeptLosses(Lint):
