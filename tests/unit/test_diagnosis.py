@@ -453,8 +453,6 @@ def test_layers_that_learn_nothing_are_named_for_each_cause() -> None:
     early, tiny, cut = stuck("vanishing", 150, "z"), stuck("dead_units", 200, "b"), stuck("cut_off", 200, "a", "b", "c", "d")
     assert found(early, tiny, cut).keys() == {"unmoved_layers_dead_units", "unmoved_layers_cut_off"}
     assert found(cut)["unmoved_layers_cut_off"].startswith("4 of 9 layers (a, b, c and 1 more) were not learning in step 200")
-        "4 of 9 layers (a, b, c and 1 more) were not learning in step 200: no"
-    )
     without = stuck("no_gradient", 34, "a", "b")
     assert found(without, tiny).keys() == {"unmoved_layers_no_gradient", "unmoved_layers_dead_units"}
     assert found(without, tiny, stuck("no_gradient", 250)).keys() == {"unmoved_layers_dead_units"}
