@@ -38,7 +38,7 @@ class TargetFile:
         """number of failed writes"""
         self._path, self._host = Path(path.replace(_HOST, host)), host
         self._written = ""
-        self._inode = 0
+        self._identity = 0, 0  # a successor's file may get the number of ours
 
     def update(self, addresses: Iterable[Address], telemetry_path: str, *, tls: bool) -> None:
         """Write the file if its content changes. A failed write is a problem, and retried by the next call."""
@@ -50,7 +50,7 @@ class TargetFile:
         try:
             with opened(self._path.parent, link=True) as directory_fd:
                 files.replace(directory_fd, self._path.name, text.encode(), _MODE)
-                self._inode = files.inode(directory_fd, self._path.name)
+                self._identity = (status := self._path.lstat()).st_ino, status.st_mtime_ns
             self._written, self.problem = text, ""
         except OSError as problem:
             self.failures += 1
@@ -60,7 +60,7 @@ class TargetFile:
     def remove(self) -> None:
         """Remove the file, unless another exporter has replaced it. Idempotent."""
         with contextlib.suppress(OSError):
-            if self._path.lstat().st_ino == self._inode:
+            if ((status := self._path.lstat()).st_ino, status.st_mtime_ns) == self._identity:
                 self._path.unlink()
 
     def _dialled(self, address: Address) -> Address:
