@@ -9,13 +9,16 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from prometheus_client.exposition import generate_latest
+from prometheus_client.openmetrics import exposition as openmetrics
 from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.registry import Collector
 from prometheus_client.samples import Timestamp
 
 from tests import support
 from tests.exporters import Service
 from tests.fork_server import Python
-from tests.page import USER, Exporter, user
+from tests.page import USER, Exporter, parse_openmetrics, user
 from tests.rank_files import BORN_WALL_NS, File, S
 from torchobs import catalog
 from torchobs.catalog import Kind
@@ -23,10 +26,13 @@ from torchobs.exporter.config import ExporterConfig
 from torchobs.exporter.exposition import SeriesLimits
 from torchobs.flight.events import SpanIds
 from torchobs.flight.layout import Exit
+from torchobs.flight.series import Scope
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
     from pathlib import Path
+
+    from prometheus_client.metrics_core import Metric as Family
 
 
 @pytest.fixture
@@ -68,6 +74,50 @@ def test_the_page_is_the_golden_one(exporter: Exporter, flight_dir: Path, golden
     page = re.sub(r'python="[^"]*",version="[^"]*"', 'python="…",version="…"', exporter.openmetrics())
     golden("exporter_page.txt", re.sub(r"(scan_duration_seconds) [\d.e-]+\n", r"\1 …\n", page))
     alive.release()
+
+
+class Families(Collector):
+    """The families of a parsed page, for prometheus-client to write again."""
+
+    def __init__(self, families: Iterable[Family]) -> None:
+        self._families = list(families)
+
+    def collect(self) -> Iterable[Family]:
+        return self._families
+
+
+def test_the_page_is_what_prometheus_client_would_write(exporter: Exporter, file: File) -> None:
+    """In both formats, every kind of series, number and label; only numbers may have other digits."""
+    for step in range(1, 20):
+        file.step(step, step / 20, norm=10.0**step, loss=-1.5)
+        file.span(step, step / 20, attrs={"duration_s": 0.1, "grad_norm": 10.0**step})
+    for which, value in enumerate((0, -1, 0.1, 1e6, 999999.5, 1e15, 1e16, 1e300, -1e300, 1e-7, 5e-324, 2**53)):
+        file.set(user("my.gauge", Kind.GAUGE, "1"), value, Scope("a"), which=which, text='back\\slash "quote"\nnew line é ☃')
+        file.set(user("my.requests", Kind.COUNTER, "s"), abs(value), Scope("a"), which=which)
+    file.save()
+    exporter.scan()
+    families = Families(parse_openmetrics(exporter.openmetrics()))
+    expected: bytes = openmetrics.generate_latest(families)  # type: ignore[no-untyped-call]
+    assert with_same_numbers(exporter.openmetrics()) == with_same_numbers(expected.decode())
+    assert with_same_numbers(exporter.text()) == with_same_numbers(generate_latest(families).decode())
+
+
+def with_same_numbers(page: str) -> str:
+    """The page with Python's own text of each number behind a space."""
+    return re.sub(
+        r"(?<= )-?\d[-+.\de]*$|(?<=} )-?\d[-+.\de]*(?= )", lambda number: repr(float(number[0])), page, flags=re.MULTILINE
+    )
+
+
+def test_what_is_not_finite_is_absent(exporter: Exporter, file: File) -> None:
+    """A NaN is counted where it arises; on the page it would be a value."""
+    for number, value in enumerate((math.nan, math.inf, -math.inf), 1):
+        file.step(number, 0.1 * number, loss=value, norm=value)
+        file.set(user("my.gauge", Kind.GAUGE), value, USER, which=number)
+    exporter.scan(1.0, file)
+    assert all(math.isfinite(sample.value) for family in exporter.families().values() for sample in family.samples)
+    assert not exporter.samples("my_gauge")
+    assert values(exporter, "torchobs_grad_nonfinite_steps_total") == [3.0]
 
 
 ERRORS = "torchobs_probe_errors_total"
