@@ -260,6 +260,38 @@ def test_the_signal_is_one_that_nobody_uses_and_is_given_back(flight_dir: Path) 
         signal.signal(highest, before)
 
 
+def test_a_handler_that_somebody_installs_later_is_theirs(flight_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It never sees a signal of ours, and stays when we go."""
+    monkeypatch.setattr(stacks, "SILENCE_S", 1.0)
+    signals, ours = [], signal.SIGRTMAX - 1
+    try:
+        for run in recording(flight_dir):
+            ours = registered(run)._signal
+            run.whole_round()
+            signal.signal(ours, lambda *_: signals.append(1))
+            run.whole_round()  # it is seen before the time is up
+            ctypes.PyDLL(None).usleep(1_500_000)
+            run.whole_round()
+        assert signals == []
+        assert callable(signal.getsignal(ours))
+    finally:
+        signal.signal(ours, signal.SIG_DFL)
+    for run in recording(flight_dir):  # and once theirs is gone, the next session has a handler again
+        assert registered(run)._signal == ours
+        assert caught() & 1 << (ours - 1)
+
+
+def test_a_forked_child_has_no_handler(run: Recording) -> None:
+    """Nor a timer, which POSIX does not inherit."""
+    ours = 1 << (registered(run)._signal - 1)
+    assert caught() & ours
+    child = os.fork()
+    if not child:
+        os._exit(1 if caught() & ours or stacks._registered else 0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert caught() & ours
+
+
 class Waiting(Dataset[torch.Tensor]):
     """Samples that come when they are let go."""
 
