@@ -45,7 +45,7 @@ demo: setup ## Train a small GPT on two ranks, watch it live, and see an alert f
 test: setup test-tools ## Everything that must hold for a change to land: lint, all tests, the wheel
 	$(MAKE) -j 2 --output-sync=target lint wheel-test collected
 	@# builds, in the time that tests wait
-	$(MAKE) release-check > .cache/release-check.log 2>&1 & builds=$$! failed=0; \
+	mkdir -p .cache; $(MAKE) release-check > .cache/release-check.log 2>&1 & builds=$$! failed=0; \
 	$(BIN)/pytest -n $(WORKERS) --dist worksteal -m "not serial" || failed=$$?; \
 	wait $$builds || failed=$$?; cat .cache/release-check.log; exit $$failed
 	$(BIN)/pytest -m serial $(SERIAL_TESTS)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-CEILINGS = {"torchobs": (64_477, 271), "tests": (52_959, 252)}
+CEILINGS = {"torchobs": (64_475, 271), "tests": (52_975, 252)}
 """Lines of Python and files, by folder"""
 
 

@@ -857,7 +857,7 @@ static PyObject *count_signals(PyObject *Py_UNUSED(module), PyObject *number)
         action.sa_handler = on_silence;
         sigaction(watched, &action, NULL);
     }
-    Py_RETURN_NONE;
+    return PyErr_Occurred() == NULL ? Py_NewRef(Py_None) : NULL;
 }
 
 static PyObject *count_anew(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(none))
@@ -885,6 +885,7 @@ static int fill(PyObject *module)
         return -1;
     int failed = PyModule_AddObjectRef(module, "PlainSteps", type);
     Py_DECREF(type);
+    failed = failed || PyModule_AddIntConstant(module, "SILENT_SIGNALS", SILENT_SIGNALS) < 0;
     return failed ? -1 : PyModule_AddIntConstant(module, "INTERFACE", INTERFACE);
 }
 

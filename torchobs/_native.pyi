@@ -1,6 +1,7 @@
 from torchobs.probes.hot_path import PlainSteps as PlainSteps
 
 INTERFACE: int
+SILENT_SIGNALS: int
 
 def mark_signals(descriptor: int, lines: dict[int, bytes], /) -> None: ...
 def unmark_signals() -> None: ...

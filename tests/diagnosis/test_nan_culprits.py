@@ -294,7 +294,7 @@ def test_a_softmax_of_a_row_that_is_all_masked_is_named_as_that(way: str) -> Non
     model = Attention(way)
     origin = origin_of(model(torch.randn(4, 6, 8), padded()).square().mean())
     assert (origin.kind, origin.operator) == ("operator", "softmax")
-    assert "of which every value was masked (negative infinity" in origin.note
+    assert "every value of the row was masked (negative infinity" in origin.note
     assert origin.module in {"inner", "Attention"}
 
 

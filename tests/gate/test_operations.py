@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
 
+from bench.ranks import LINES_WITHOUT_LAYERS, Rank
 from tests.gate.operations import OperationCounter, Operations
 from tests.step_hooks import OPTIMIZERS, ready
 from tests.support import NEEDS_COMPILER
+from torchobs.exporter.config import ExporterConfig
+from torchobs.exporter.exporter_metrics import ScrapeInput
+from torchobs.exporter.exposition import Exposition
+from torchobs.exporter.text_format import TEXT
 from torchobs.flight.native import compiled
+from torchobs.ranks.scanner import Scanner
 
 
 def hypotenuse(a: float, b: float) -> float:
@@ -47,3 +54,12 @@ def test_what_is_called_of_the_compiled_part_counts_whoever_calls_it() -> None:
         hooks.plain(OPTIMIZERS[0])
         counter.step()
     assert counter.plain[0] == (4, 0), "one of the loader, one of the backward pass, two of the optimizer"
+
+
+def test_a_rank_of_the_benchmark_has_the_lines_that_are_said(flight_dir: Path) -> None:
+    """Of a rank without series of layers, which fill it up to the number of series that a table is about."""
+    rank, scanner = Rank(flight_dir, 0, 0, 1), Scanner(ExporterConfig(flight_dir=str(flight_dir)))
+    page = "".join(Exposition().families(ScrapeInput(scanner.scan()), TEXT))
+    scanner.close()
+    rank._writer.close()
+    assert sum('rank="0"' in line for line in page.splitlines()) == LINES_WITHOUT_LAYERS

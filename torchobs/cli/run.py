@@ -46,6 +46,7 @@ _STDERR = 2
 _MOST_FINDINGS = 3
 _LEAST_NAMED = 0.01
 _PATIENCE_S = 2.0
+"""For other ranks to end after this one, so that the summary is the run's"""
 _VALUED = (
     settings.named("exporter_address")._replace(flag="--address", metavar="HOST:PORT"),
     arguments.DIRECTORY,

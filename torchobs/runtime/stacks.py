@@ -167,9 +167,6 @@ class StallWatch:
 SILENCE_S = 3.0
 """One second more than the exporter's threshold for an unresponsive rank: the stacks follow a second after the state."""
 
-_SIGNALS = 6
-"""In that time, where the compiled part counts them (``SILENT_SIGNALS``)"""
-
 _SIGEV_THREAD_ID = 4
 _CLOCK_MONOTONIC = 1
 _SIGACTION_SIZE = 256
@@ -199,7 +196,7 @@ class Watchdog:
     def __init__(self, writer: FlightWriter) -> None:
         self._writer, self._silence_ns, self._native = writer, round(SILENCE_S * 1e9), compiled()
         self._unarmed = _ITimerSpec(0, 0, 0, 0)
-        first = divmod(self._silence_ns // (_SIGNALS if self._native else 1), 1_000_000_000)
+        first = divmod(self._silence_ns // (self._native.SILENT_SIGNALS if self._native else 1), 1_000_000_000)
         self._armed = _ITimerSpec(*(first if self._native else (0, 0)), *first)
         self._timer = ctypes.c_void_p()
         self._thread: threading.Thread | None = None

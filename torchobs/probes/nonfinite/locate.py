@@ -195,9 +195,9 @@ class Locator:
     def _is_in_script(self, node: GraphNode) -> bool:
         """Return whether an operator that only the script mentions lies between the last module and the node."""
         last = max((user.number for user in self._paths if user.number < node.number), default=0)
+        kinds = {type(module): module for module in self._names.modules.values()}
         return any(
-            self._in_frames(words) is not None
-            and not any(module_lines(module, words) for module in self._names.modules.values())
+            self._in_frames(words) is not None and not any(module_lines(module, words) for module in kinds.values())
             for words in {spellings(other.operator) for other in self._nodes if last < other.number < node.number}
         )
 

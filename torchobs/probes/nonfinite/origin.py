@@ -41,8 +41,8 @@ _MOST_ITEMS = 64
 SHARE_OF_STEP = 2
 """So many parameters, or more, are the result of a step with bad gradients, not one bad weight"""
 MASKED_ROW = (
-    "a whole row of its result is NaN, as one is of which every value was masked (negative infinity: a sequence "
-    "that is padding alone), or one had overflowed to infinity"
+    "a whole row of its result is NaN: every value of the row was masked (negative infinity: a sequence that is padding "
+    "alone), or a value had overflowed to infinity"
 )
 OVER_NOTHING = "it is over nothing, since the batch, or what was selected of it, is empty, and the mean over none is NaN"
 NAME = "{name}"
