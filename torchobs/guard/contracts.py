@@ -21,7 +21,7 @@ from torchobs.guard.records import Category, Severity, count, record_event
 from torchobs.support.arguments import is_number
 from torchobs.support.result import Checked, Problem
 from torchobs.tensors.losses import wide_type
-from torchobs.tensors.values import dense, is_without_data, shape_of, unwrapped
+from torchobs.tensors.values import dense, is_without_data, name_of, shape_of, unwrapped
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,8 +275,8 @@ class Contract:
         if self._pattern is not None and (why := self._pattern.mismatch(_shape(x), sizes)) is not None:
             violations.append(_violation("shape", name, repr(self._pattern.text), f"{_shape(x)}, {why}"))
         if self.dtype is not None and not any(_is_dtype(x.dtype, kind) for kind in _as_tuple(self.dtype)):
-            expected = " or ".join(map(_dtype_name, _as_tuple(self.dtype)))
-            violations.append(_violation("dtype", name, expected, _dtype_name(x.dtype)))
+            expected = " or ".join(map(name_of, _as_tuple(self.dtype)))
+            violations.append(_violation("dtype", name, expected, name_of(x.dtype)))
         if self._device is not None and not (
             x.device.type == self._device.type and self._device.index in {None, x.device.index}
         ):
@@ -334,10 +334,6 @@ def _is_dtype(dtype: torch.dtype, kind: torch.dtype | str) -> bool:
     kinds = {"floating": dtype.is_floating_point, "complex": dtype.is_complex, "bool": dtype is torch.bool}
     kinds["integer"] = not is_number and dtype is not torch.bool
     return kinds[kind] if isinstance(kind, str) else dtype is kind
-
-
-def _dtype_name(dtype: torch.dtype | str) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _device(device: Any) -> torch.device:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 from enum import Enum
+from functools import partial
 from html import escape
 from math import isfinite
 from typing import TYPE_CHECKING, Any
 
-from torchobs.support.text import duration, size
+from torchobs.support.text import duration, rate, size
 
 
 @dataclass(frozen=True)
@@ -116,11 +117,15 @@ def _plain(value: Any) -> Any:
 
 
 def _text(value: Any, name: str = "") -> str:  # noqa: PLR0911  # one for each kind
-    """Return a field's value for people: numbers of ``*_bytes`` and ``*_s`` with a readable unit."""
+    """Return a field's value for people: numbers of ``*_bytes``, ``*_s`` and ``*_per_s`` with a readable unit."""
     if value is None:
         return "-"
-    if name.endswith(("_bytes", "_s")) and isinstance(value, (int, float)):
-        return size(value) if name.endswith("_bytes") else duration(value)
+    what, per_s, _ = name.rpartition("_per_s")
+    unit = partial(rate, what=what) if per_s else {"bytes": size, "s": duration}.get(name.rpartition("_")[2])
+    if unit is not None and isinstance(value, (int, float)):
+        return unit(value)
+    if unit is not None and hasattr(value, "text"):
+        return str(value.text(unit))
     if isinstance(value, Enum):
         return str(value.value)
     if isinstance(value, float):

@@ -43,7 +43,11 @@ class Quartiles(Result):
     high: float
 
     def __str__(self) -> str:
-        return f"{self.median:.4g} [{self.low:.4g}, {self.high:.4g}]"
+        return self.text("{:.4g}".format)
+
+    def text(self, number: Callable[[float], str]) -> str:
+        """Return the median with the quartiles in brackets."""
+        return f"{number(self.median)} [{number(self.low)}, {number(self.high)}]"
 
 
 def quartiles(values: Sequence[float]) -> Quartiles:
