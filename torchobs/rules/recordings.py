@@ -100,11 +100,8 @@ NO_FAULT = ("finished", "interrupted", "terminated")
 FAULTS = "|".join(reason for reason in catalog.EXIT_REASONS if reason not in NO_FAULT)
 PAST = "7d"
 """Longest gap over which a run's best and its first start are remembered; of a longer run its last seven days count."""
-_PAST_S = 7 * 86_400
-GONE, GONE_S = "1h", 3600
+GONE = "1h"
 """Time in which a run without a living rank may be restarted: its wall time counts on, as time lost."""
-_STEP_S = 60
-"""Resolution of the integral of the goodput"""
 
 
 def runs() -> Group:
@@ -267,21 +264,20 @@ def goodput() -> Group:
     """
     rate = f'sum {BY_RUN} ({RUN_GOODPUT_RATE}{{state="productive"}})'
     anew = f"{rate} * {ON_RUN} (1 - avg_over_time({REPEATING}[5m]))"
+    used, up = f"rate({select(catalog.GOODPUT_TIME)}[5m])", select(catalog.RANK_UP)
+    watched = f"sum {BY_RANK} ({used}) > 0 unless {ON_RANK} {up} offset 5m"  # of a rank seen for less than the five minutes
+    share = f"({used} / {ON_RANK} group_left () ({watched}) or {used}) and {ON_RANK} {up} == 1"
     return Group(
         "torchobs.goodput",
         (
-            Recording(RUN_GOODPUT_RATE, f"sum by ({ONE_RUN}, state) (rate({select(catalog.GOODPUT_TIME)}[5m]))"),
+            Recording(RUN_GOODPUT_RATE, f"sum by ({ONE_RUN}, state) ({share})"),
             Recording(PRODUCTIVE, f"{anew} or {rate}"),
             Recording(
                 GOODPUT_NOW,
                 f"clamp_max({PRODUCTIVE} / {ON_RUN} last_over_time({WORLD_SIZE}[{GONE}]), 1) and {ON_RUN} "
-                f"{FIRST_START} or 0 * {FIRST_START}",
+                f"{FIRST_START} or 0 * ({FIRST_START} == {FIRST_START} offset 1m)",
             ),
-            Recording(
-                GOODPUT,
-                f"clamp_max({_STEP_S} * sum_over_time({PRODUCTIVE}[{PAST}:{_STEP_S}s]) / {ON_RUN} "
-                f"(last_over_time({WORLD_SIZE}[{GONE}]) * {ON_RUN} clamp_max(time() - {FIRST_START}, {_PAST_S})), 1)",
-            ),
+            Recording(GOODPUT, f"avg_over_time({GOODPUT_NOW}[{PAST}]) and {ON_RUN} {FIRST_START}"),
         ),
         interval="1m",
     )
