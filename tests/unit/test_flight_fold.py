@@ -24,7 +24,7 @@ from torchobs.flight.throughput import LEAST_STEPS, pace, time_left_s
 from torchobs.flight.totals import DIVERGED, STATES, WORDS, Anomaly, Totals, Word, core_series, is_active
 
 HEADER = flights.header()
-LAYOUT = 0xD5A3A6D1
+LAYOUT = 0xEFD6C175
 NUMBERS = st.floats(width=64) | st.sampled_from([nan, inf, -inf, 0.0, 1e308, -1e308, 5e-324])
 SECONDS = st.floats(min_value=0.0, max_value=1e6)
 LAST = ("torchobs.loss", ())
@@ -211,7 +211,7 @@ def test_what_is_usual_is_so_of_healthy_steps() -> None:
 
 
 def test_a_norm_has_neither_exploded_nor_vanished_where_the_loss_has_gone_with_it() -> None:
-    """A curriculum's next stage, after a baseline of 0; norms of a fit that fall by orders of magnitude."""
+    """A curriculum's next stage, after a baseline of 0; norms of a fit that fall a thousandfold; a shard that is large."""
     learned = [
         {"loss": 2.3 * exp(-step / 1.5), "grad_norm": max(2.0 * exp(-step / 2), 1e-8 * (1 + step % 7))} for step in range(130)
     ]
@@ -220,6 +220,8 @@ def test_a_norm_has_neither_exploded_nor_vanished_where_the_loss_has_gone_with_i
     _, reported = fold_steps(*learned, *begins, *goes_on)
     assert reported == []
     usual = [{"loss": 2.0, "grad_norm": 1.0 + index % 3} for index in range(30)]
+    shard = [{"loss": values["loss"] * 900, "grad_norm": values["grad_norm"] * 900} for values in usual]
+    assert fold_steps(*usual, *shard[:10], *usual, *shard, *usual)[1] == []
     for left, vanishes in ((1e-8, False), (0.5, True)):
         fall = [{"loss": 2.0 * left ** (index / 10), "grad_norm": 10.0 ** (-index / 2)} for index in range(1, 20)]
         assert ("gradient_vanishing" in {anomaly.kind for anomaly in fold_steps(*usual, *fall)[1]}) == vanishes

@@ -147,16 +147,6 @@ def test_alerts_have_cases_that_fire_and_cases_that_stay_quiet(rule: dict[str, A
     assert set(fires.values()) == {True, False}
 
 
-def test_runbooks_are_those_of_the_released_version() -> None:
-    """A link into the main branch would show another version's page."""
-    from torchobs._version import __version__
-
-    text = rendered()["rules/torchobs-alerts.yml"]
-    assert set(re.findall(r"runbook_url: (\S+)/Torchobs", text)) == {
-        f"https://github.com/torchobs/torchobs/blob/v{__version__}/docs/runbooks"
-    }
-
-
 NAMES = {rule.alert for group in alert_groups() for rule in group.rules if isinstance(rule, Alert)}
 OWN = """\
 thresholds: {memory: 0.8}

@@ -11,7 +11,7 @@ credit. So no state's total ever decreases, whatever the step turns out to be, a
 from __future__ import annotations
 
 from itertools import pairwise
-from math import exp, isfinite
+from math import exp, inf, isfinite, log
 from typing import TYPE_CHECKING, NamedTuple
 
 from torchobs import catalog
@@ -155,7 +155,7 @@ def begin_values(totals: Totals, anomalies: list[Anomaly]) -> None:
         past = _load(totals, words)
         totals.ints[Word.ANOMALIES + words.kind] += _report(past, words, past.give_up(ended=True), anomalies)
         _store(totals, words, UsualValues(logs=words.logs))
-    totals.ints[Word.LOSS_RISE + 1] = 0
+    totals.ints[Word.LOSS_RISE + 1], totals.floats[Word.NORM_BEFORE] = 0, 0.0
 
 
 _NEAR_FIRST = 10
@@ -438,10 +438,12 @@ def fold_norms(
                 counts[GRADIENT_EXPLOSION] += _report(past, _NORM, past.give_up(), anomalies)
             add_anomaly(anomalies, kind, record, norm, exp(past.usual) if past.count else last)
         elif record.step >= since:
-            vanished, low = (False, 0) if record.seq in fitted else judge_low(norm, past.mean, past.variance, past.count, low)
+            mean = min(past.mean, log(floats[Word.NORM_BEFORE] or inf))  # back where it was before it rose, it has not vanished
+            vanished, low = (False, 0) if record.seq in fitted else judge_low(norm, mean, past.variance, past.count, low)
             usual, explained = past.usual, rises[record.seq].explains(record.step, newest, past)
-            earlier, exploded = _explode(past, record, anomalies, explained=explained) if norm > 0.0 else (0, False)
-            counts[GRADIENT_EXPLOSION] += earlier
+            spikes, exploded = past.add(norm, record.step, record.end_ns, explained=explained) if norm > 0.0 else ([], False)
+            floats[Word.NORM_BEFORE] = exp(mean) if past.settled and norm > 0.0 else floats[Word.NORM_BEFORE]
+            counts[GRADIENT_EXPLOSION] += _report(past, _NORM, spikes[: len(spikes) - exploded], anomalies)
             past.usual = usual if vanished else past.usual
             if exploded or vanished:
                 kind = GRADIENT_EXPLOSION if exploded else GRADIENT_VANISHING
@@ -458,12 +460,6 @@ def fold_norms(
         count(totals, kind, counts[kind], active=active[kind])
     norms = [record.grad_norm for record in records if record.flags & StepFlag.GRAD_NORM and isfinite(record.grad_norm)]
     observe(totals, Word.NORM_DISTRIBUTION, catalog.NORM_BOUNDS, NORM_SUM, norms)
-
-
-def _explode(past: UsualValues, record: StepRecord, anomalies: list[Anomaly], *, explained: bool) -> tuple[int, bool]:
-    """Add a norm to its past; return the number of explosions before it that are certain by now, and whether it is one."""
-    spikes, exploded = past.add(record.grad_norm, record.step, record.end_ns, explained=explained)
-    return _report(past, _NORM, spikes[: len(spikes) - exploded], anomalies), exploded
 
 
 def credited(totals: Totals) -> list[float]:

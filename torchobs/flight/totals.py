@@ -94,7 +94,8 @@ class Word:
     """the newest clipped step: its record and a late one may both have the flag"""
     CREDITED = _take(len(STATES))
     """seconds in each of ``STATES`` already added to the goodput for the unfinished step"""
-    SPARE_1 = _take(1)
+    NORM_BEFORE = _take()
+    """lowest usual norm from which the norms of the present model rose to a level that data explains; 0: none"""
     STEP_DURATION = _take(len(catalog.SECONDS_BOUNDS) + _HISTOGRAM)
     SPARE_2 = _take(2)
     RATE_SUM = _take()
