@@ -25,8 +25,9 @@ from torchobs.flight.layout import LIVE_PHASES, Exit
 from torchobs.flight.reader import FlightFile
 from torchobs.flight.step_record import RecordKind, StepFlag
 from torchobs.ranks.comparison import whole_norm
+from torchobs.ranks.rank_view import view_of
 from torchobs.ranks.scanner import Directory, ForeignDirectoryError, Scanner, accepted_owner
-from torchobs.ranks.snapshot import RunSummary, Snapshot
+from torchobs.ranks.snapshot import RunSummary, Snapshot, readings_of
 
 
 @pytest.fixture
@@ -83,6 +84,9 @@ def test_a_rank_without_its_lock_that_survived_a_sigterm_is_alive(look: Look, ra
         assert states(look(seconds, file)) == {"0": "alive"}
     assert states(look(4.7)) == {"0": "failed"}
     assert states(look(5.1, file)) == {"0": "alive"}, "its heart beats again"
+    os.utime(file.lock_path, ns=(BORN_WALL_NS + 5 * S, BORN_WALL_NS + 5_200_000_000))
+    (ended,) = look(6.0).ranks
+    assert view_of(ended, readings_of(ended)).last_s == pytest.approx(BORN_WALL_NS / S + 5.2, abs=1e-6), "the mark's moment"
 
 
 _HOLDER = "import fcntl, sys; f = open(sys.argv[1], 'r+'); fcntl.lockf(f, fcntl.LOCK_EX); print(flush=True); sys.stdin.read()"

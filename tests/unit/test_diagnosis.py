@@ -136,6 +136,7 @@ def raised(number: int, seconds: float, location: str) -> RankView:
 
 IN_COLLECTIVE = "torch/distributed/distributed_c10d.py:83 in wrapper"
 GONE = rank(1, last_s=START_S + 9.9)
+ASKED: dict[str, Any] = {"state": "failed", "reason": "terminated", "exit_code": 143, "last_s": START_S + 10}
 
 
 @pytest.mark.parametrize(
@@ -145,22 +146,19 @@ GONE = rank(1, last_s=START_S + 9.9)
         ([rank(0, **ALIVE), rank(1)], "only_failed", 1),
         ([raised(0, 10.1, IN_COLLECTIVE), GONE], "vanished_first", 1),
         ([raised(0, 10.1, "torch/autograd/graph.py:979 in _engine_run_backward"), GONE], "vanished_first", 1),
-        ([rank(0, state="failed", reason="terminated", last_s=START_S + 10.1), GONE], "vanished_first", 1),
+        ([rank(0, **{**ASKED, "last_s": START_S + 10.1}), GONE], "vanished_first", 1),
         ([rank(0, last_s=START_S + 9.9), raised(1, 10.1, "train.py:7 in batch")], "failed_by_itself", 1),
         ([raised(0, 10.0, IN_COLLECTIVE), raised(1, 10.1, "train.py:7 in batch")], "failed_by_itself", 1),
         ([raised(0, 10.003, "train.py:7 in main"), raised(1, 10.0, "train.py:7 in main")], "", 1),
-        ([rank(0, last_s=START_S + 10), rank(1, last_s=START_S + 10.3)], "", 0),
-        ([rank(n, state="failed", reason="terminated", last_s=START_S + 10 + n) for n in (0, 1)], "", 0),
-        ([rank(0, **ALIVE), rank(1, state="failed", reason="terminated")], "only_failed", 1),
-        ([rank(0, **{**ALIVE, "state": "unresponsive"}), rank(1, state="failed", reason="terminated")], "", 1),
+        ([rank(0, last_s=START_S + 10), rank(1, last_s=START_S + 10.3)], "", 0),  # too close
+        ([raised(0, 10.06, IN_COLLECTIVE), rank(1, **ASKED)], "failed_first", 1),  # its mark has an exact time
+        ([raised(0, 10.009, IN_COLLECTIVE), rank(1, **ASKED)], "", 1),  # but for a tick
+        ([rank(n, **{**ASKED, "last_s": START_S + 10 + n}) for n in (0, 1)], "", 0),  # told to end together
+        ([rank(0, **ALIVE), rank(1, **ASKED)], "only_failed", 1),
+        ([rank(0, **{**ALIVE, "state": "unresponsive"}), rank(1, **ASKED)], "", 1),
         ([rank(0, **ALIVE), rank(1, **FINISHED)], "", None),
     ],
-    ids=[
-        "by the clock", "alone", "peers raised in a collective", "in backward", "peers were told to end", "raised itself",
-        "raised in its own code", "all raised alike", "too close", "told to end together", "told to end alone",
-        "told to end beside a stopped one", "none failed",
-    ],
-)  # fmt: skip
+)
 def test_the_rank_that_failed_first_is_named_where_that_is_certain(ranks: list[RankView], kind: str, first: int | None) -> None:
     """By the clock, or by how they ended; else no rank is accused."""
     kinds = {"failed_first", "only_failed", "vanished_first", "failed_by_itself"}

@@ -424,17 +424,18 @@ only_failed error
     short: Only rank {rank} failed.
     long: Only rank {rank} failed, at {moment}.
 failed_first error
-    short: Rank {rank} failed first.
-    long: Rank {rank} failed first, {later:s} before rank {next}: look there for the cause.
+    short: Rank {rank} [signal?was ended by {signal}][signal!failed] first.
+    long: Rank {rank} [signal?was ended by {signal}][signal!failed] first, {later:s} before rank {next}[signal? failed: look for
+      its sender][signal!: look there for the cause].
 failed_by_itself error
-    short: Rank {rank} raised in code of its own.
+    short: Rank {rank} failed first, in code of its own.
     long: Rank {rank} raised in code of its own, and the others ended within {within:s} of it: look at rank {rank} first.
 vanished_first error
-    short: Rank {rank} vanished or crashed.
+    short: Rank {rank} [crashed?crashed][crashed!vanished] first.
     long: Rank {rank} [crashed?crashed][crashed!vanished], and within {within:s} the others [raised?raised in collective
       operations][raised!were terminated]: look at rank {rank} first.
 collective_timeout error
-    short: {what} timed out[ after {timeout:s}].
+    short: {what} timed out[ after {timeout:s}].[ {waiting}]
     long: {what} timed out[ after {timeout:s}] on {gave_up}.[ {waiting}]
 waited_for error alert=TorchobsRankHung
     short: {waiting}

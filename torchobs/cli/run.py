@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from _typeshed import SupportsWrite
 
     from torchobs.ranks.runs import Chosen
-    from torchobs.runtime.session import Session
 
 
 _HOOKS = tuple(str(Path(__file__).parent.parent / name) for name in ("probes", "flight", "support", "runtime/profiler.py"))
@@ -210,8 +209,11 @@ class Summary:
         # exit handlers run last in, first out: this one after the session's and the script's
         atexit.register(error_guard.call, error_guard.CircuitBreaker("summary"), self.end)
 
-    def begin(self, session: Session | None) -> None:
-        """Remember the run."""
+    def begin(self) -> None:
+        """Remember the run of the present session."""
+        from torchobs.runtime.session import current
+
+        session = current()
         writer = session.writer if session is not None else None
         if session is None or writer is None or session.identity is None:
             return
@@ -338,7 +340,7 @@ def main(argv: Sequence[str], begin: Callable[..., object] | None = None) -> Non
         logging.getLogger("torchobs").warning(
             "torchobs could not start (%s at %s): the script runs without it", failure.exception, failure.location
         )
-    error_guard.call(error_guard.CircuitBreaker("summary"), _watch, summary)
+    error_guard.call(error_guard.CircuitBreaker("summary"), summary.begin)
     try:
         execute(what)
     except SystemExit as leaving:
@@ -422,12 +424,6 @@ def _init(**overrides: object) -> object:
     import torchobs
 
     return torchobs.init(**overrides)
-
-
-def _watch(summary: Summary) -> None:
-    from torchobs.runtime import session
-
-    summary.begin(session.current())
 
 
 def _note_exit(leaving: SystemExit) -> None:

@@ -47,6 +47,8 @@ _KILLED_WITHIN_S = 40.0
 """torchrun sends SIGKILL 30 s after SIGTERM."""
 _RAISED_WITHIN_S = 2.0
 """From the save that raises to the end of the script, which nothing catches."""
+_TICK_S = 0.01
+"""A signal's mark has the time of a file, which the kernel takes from the last tick of its clock."""
 _ABORTED, _INTERRUPTED = 128 + signal.SIGABRT, 128 + signal.SIGINT
 _COLLECTIVE = (
     "torch/distributed/", "torch/nn/parallel/distributed.py", "DistBackendError", "DistNetworkError", "DistStoreError",
@@ -240,9 +242,13 @@ def compare(ranks: Sequence[RankView]) -> list[Finding]:
     """Return the findings on ranks together."""
     if len(ranks) < 2:  # noqa: PLR2004  # a single rank has no peers
         return []
-    only = len(_failed(ranks)) == 1
-    teams = (_in_team(team, only_one_failed=only) for team in labels.teams(ranks))
-    return [*chain.from_iterable(teams), *beside_each_other(ranks, started_here(ranks))]
+    return [*culprits(ranks), *beside_each_other(ranks, started_here(ranks))]
+
+
+def culprits(ranks: Sequence[RankView]) -> Iterator[Finding]:
+    """Yield the ranks that failed first, and those that the others wait for or waited for in vain."""
+    only, teams = len(_failed(ranks)) == 1, labels.teams(ranks) if len(ranks) > 1 else ()
+    return chain.from_iterable(_in_team(team, only_one_failed=only) for team in teams)
 
 
 def _in_team(ranks: Sequence[RankView], *, only_one_failed: bool) -> Iterator[Finding]:
@@ -258,7 +264,10 @@ def _in_team(ranks: Sequence[RankView], *, only_one_failed: bool) -> Iterator[Fi
         yield finding("collective_timeout", what=what, timeout=timeout_s, gave_up=names, waiting=waiting)
     elif (failure := first_failed(ranks)[1]) is not None and (only_one_failed or len(_failed(ranks)) > 1):
         yield failure
-    yield from (item for item in hangs.waited_for(stalled_together(ranks)) if not gave_up or item.kind != "waited_for")
+    together = stalled_together(ranks)
+    if not gave_up and (blames := hangs.blamed(together)):
+        yield finding("waited_for", waiting=hangs.sentences(together, blames))
+    yield from hangs.mismatches(together)
 
 
 def awaited_at_timeout(ranks: Sequence[RankView]) -> dict[str, Blamed]:
@@ -397,8 +406,10 @@ def first_failed(ranks: Sequence[RankView]) -> tuple[RankView | None, Finding | 
     if not others:
         return first, finding("only_failed", rank=first.rank, moment=text.moment(first_s, "%H:%M:%S"))
     later_s = others[0][0] - first_s
-    if later_s > state.BEAT_S:
-        return first, finding("failed_first", rank=first.rank, later=later_s, next=others[0][1].rank)
+    by_default = first.reason == "terminated" and not first.events_named(catalog.EVENT_RUN_END)
+    if later_s > (_TICK_S if by_default else state.BEAT_S):
+        marked = _name_of(first.exit_code - 128, "SIGTERM") if by_default else None
+        return first, finding("failed_first", rank=first.rank, later=later_s, next=others[0][1].rank, signal=marked)
     return _first_of([report for end_s, report in ended if end_s - first_s <= state.BEAT_S])
 
 

@@ -30,7 +30,7 @@ from torchobs.detect import hangs
 from torchobs.detect.hangs import LEAST_S, PATIENT_PHASES, USUAL_FACTOR, Absence, Blamed, Position, Surplus
 from torchobs.flight.artifacts import PROFILE, STUCK
 from torchobs.flight.events import Event
-from torchobs.ranks import labels, state
+from torchobs.ranks import state
 from torchobs.ranks.rank_view import RankView
 from torchobs.support import text
 
@@ -222,14 +222,6 @@ def mismatches(ranks: Sequence[RankView]) -> Iterator[Finding]:
         kinds = [f"{kind[0]}{sizes[kind]} on {text.ranks(names, _MOST_NAMED)}" for kind, names in mismatch.kinds.items()]
         operations = text.joined(kinds, _MOST_NAMED)
         yield finding("collectives_differ", number=mismatch.number, group=mismatch.group, operations=operations)
-
-
-def waited_for(ranks: Sequence[RankView]) -> Iterator[Finding]:
-    """Yield the ranks that the others of a hung replica group wait for, and the collectives in which ranks differ."""
-    for team in labels.teams(ranks):
-        if blames := blamed(team):
-            yield finding("waited_for", waiting=sentences(team, blames))
-        yield from mismatches(team)
 
 
 def blamed(ranks: Sequence[RankView]) -> dict[str, Blamed]:

@@ -25,9 +25,8 @@ from torchobs.catalog.findings import (
 )
 from torchobs.detect.hangs import PATIENT_PHASES
 from torchobs.diagnosis.comparison import beside_each_other
-from torchobs.diagnosis.endings import ending
+from torchobs.diagnosis.endings import culprits, ending
 from torchobs.diagnosis.from_events import remembered, source
-from torchobs.diagnosis.hangs import waited_for
 from torchobs.diagnosis.numerics import numerics
 from torchobs.diagnosis.performance import pace
 from torchobs.ranks import labels
@@ -177,9 +176,8 @@ def _named_findings(run: RunView) -> Iterator[Finding]:
             elif _is_named(item) and (rank.up or not any_up or item.kind not in _OF_THE_LIVING):
                 kind = ORIGIN if item.kind.startswith(ORIGIN) else item.kind.removesuffix("_before")
                 alike.setdefault(kind, []).append((rank, item))
+    yield from (item for item in culprits(ranks) if item.kind != "only_failed")
     yield from (_together(pairs, ranks) for pairs in ends.values())
-    if any(rank.state == "hung" for rank in ranks):
-        yield from waited_for(ranks)
     yield from beside_each_other(ranks, run.expected)
     yield from (_together(pairs, ranks) for pairs in alike.values())
     yield from _past(over, is_ended=not any_up)

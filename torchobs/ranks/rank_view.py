@@ -502,6 +502,8 @@ def view_of(rank: Rank, readings: Readings, recorded: Recorded = NOT_READ) -> Ra
     """Return the view of a snapshot's rank, with the contents of its rings as far as they have been read."""
     header, live, up = rank.view.header, rank.view.live, rank.up
     begun_s = None if live.phase_begun_ns is None else header.wall_s(live.phase_begun_ns)
+    # a signal's mark is later than the last heartbeat
+    marked_s = 0.0 if rank.terminated_age_s is None else max(0.0, rank.beat_age_s - rank.terminated_age_s)
     last_step_s = recorded.steps[-1].end_s if recorded.steps else None
     # the sampler thread writes the phase ten times a second, the training thread the step's end: code that holds the GIL
     # right after a step leaves the phase of an earlier one
@@ -516,7 +518,7 @@ def view_of(rank: Rank, readings: Readings, recorded: Recorded = NOT_READ) -> Ra
         reason=rank.reason,
         up=up,
         readings=readings,
-        last_s=header.wall_s(live.heartbeat_ns or rank.view.last_step_ns or header.monotonic_ns),
+        last_s=header.wall_s(live.heartbeat_ns or rank.view.last_step_ns or header.monotonic_ns) + marked_s,
         phase=None if stale else live.phase,
         phase_begun_s=None if stale else begun_s,
         beat_age_s=rank.beat_age_s,
