@@ -15,6 +15,7 @@ from tests.training import Recording
 from torchobs import catalog
 from torchobs.detect.learning import LASTING_STEPS
 from torchobs.probes.never_stepped import NeverStepped
+from torchobs.probes.phases import OpenTime
 
 pytestmark = pytest.mark.usefixtures("seeded")
 
@@ -217,6 +218,14 @@ def test_a_run_that_calls_torchobs_step_hears_nothing(run: Recording, caplog: py
     run.look()
     assert said(caplog) == []
     assert len(run.steps()) == 150
+
+
+def test_backward_passes_that_lead_to_no_step_are_not_idle(run: Recording) -> None:
+    """Of updates by hand all time is before the first step."""
+    passes(nn.Linear(8, 1), 20)
+    run.look()
+    OpenTime(run.context).sample(last=True)
+    assert not run.values().get((catalog.GOODPUT_TIME.name, "idle"))
 
 
 # --- losses that are kept with their graphs -----------------------------------------------------------------------------------

@@ -117,9 +117,10 @@ def test_what_is_said_of_a_run() -> None:
     """Of ranks as they are, the most serious first; what is ordinary, or past, is no reason to worry."""
     cases: list[tuple[list[RankView], str, Severity]] = [
         (EIGHT, "Training: 8 of 8 ranks alive, step 12,400, loss 2.313, 1.90 steps/s.", INFO),
-        ([row(0, steps=0, loss=None)], "Starting: 1 of 1 rank alive, no step yet.", INFO),
+        ([row(0, steps=0, loss=None)], "Running: 1 of 1 rank alive, no step yet.", INFO),
+        ([row(0, phase="backward", age_s=900)], "Training: 1 of 1 rank alive, step 12,400, loss 2.313.", INFO),
         ([row(0, phase="evaluation")], "Evaluating: 1 of 1 rank alive, step 12,400, loss 2.313, 1.90 steps/s.", INFO),
-        ([row(0, phase="idle")], "Idle: 1 of 1 rank alive, step 12,400, loss 2.313.", INFO),
+        ([row(0, phase="idle")], "After its training loop: 1 of 1 rank alive, step 12,400, loss 2.313.", INFO),
         ([finished(0), finished(1)], "Finished: 2 ranks, 12,400 steps, last loss 2.313.", INFO),
         (but(row(2, "lost", reason="out_of_memory", age_s=40)), training(7) + "Rank 2 vanished with memory full.", ERROR),
         (

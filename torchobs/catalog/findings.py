@@ -206,13 +206,15 @@ NOT_HERE = "{who} did not come, and {count:is|are} not among the files here."
 BADGES = {Severity.INFO: "All well", Severity.WARNING: "Worth a look", Severity.ERROR: "Trouble"}
 NO_STEPS, ENDED = "No steps now", "Ended"
 """Badges of a run without findings that does not train, and of one that has not finished in order"""
+GOODPUT_WORDS = {"idle": "outside of steps", "startup": "before the first step"}
+"""Uses of time, where their names say more than is certain: a rank may work without an optimizer that steps"""
 AT_WORK = {
     "evaluation": "Evaluating",
     "checkpoint": "Saving a checkpoint",
     "compile": "Compiling",
-    "idle": "Idle",
+    "idle": "After its training loop",
     "training": "Training",
-    "starting": "Starting",
+    "starting": "Running",
     "hanging": "Hanging",
     "unrecorded": "Not recorded",
     "unresponsive": "Not responding",
@@ -255,7 +257,7 @@ _TABLE = """
 == events ==
 alive info
     short: {who} is running.
-    long: {who} is running[, {where}].
+    long: {who} is running[, {where}][, {lifetime}. If no optimizer of torch's steps, call torchobs.step() once per step].
 hung error alert=TorchobsRankHung
     short: {who} {count:hangs|hang}.
     long: {who} hangs[ {where}]: {quiet:s} without a step[, in the phase {phase}].

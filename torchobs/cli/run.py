@@ -266,19 +266,18 @@ class Summary:
 
 def summary_lines(chosen: Chosen) -> list[str]:
     """Return a summary of the run in a few lines: health, how it ended, worst findings, what to do, where the time went."""
-    from torchobs import catalog
     from torchobs.diagnosis.action import verdict
     from torchobs.diagnosis.diagnosis import diagnose_run
     from torchobs.diagnosis.health import INFO
-    from torchobs.support import text as text_format
+    from torchobs.document.sections import goodput
 
     ranks = chosen.ranks
     diagnosis = diagnose_run(ranks, chosen.launchers)
     ended, *rest = diagnosis.by_rank[diagnosis.principal]
     worst = [finding.long for finding in [*diagnosis.together, *rest] if finding.severity != INFO][:_MOST_FINDINGS]
-    times = ranks[diagnosis.principal].by_attribute(catalog.GOODPUT_TIME)
-    least = _LEAST_NAMED * sum(times.values())
-    parts = [f"{name} {text_format.percent(s / sum(times.values()))}" for name, s in times.items() if s and s >= least]
+    uses = goodput(ranks[diagnosis.principal])
+    least = _LEAST_NAMED * sum(uses.parts.values()) if uses else 0.0
+    parts = [f"{name} {share}" for name, seconds, share in uses.largest_first() if seconds >= least] if uses else []
     owner = f" of rank {ranks[diagnosis.principal].rank}" if len(ranks) > 1 else ""
     went = [f"time{owner} since {ranks[diagnosis.principal].since}: {', '.join(parts)}"] if parts else []
     after = verdict(ranks, diagnosis.principal, chosen.before.get(ranks[diagnosis.principal].rank))

@@ -76,17 +76,13 @@ class Recompiles:
         The fourth is reported and, while they continue, one a minute. ``step``: the training's number of steps so far.
         """
         if function not in self._times and len(self._times) >= _MOST:
-            self._forget_oldest()
+            self._times.clear()
         times = self._times.setdefault(function, deque(maxlen=_MOST))
         times.append((now_s, step))
         while times[0][0] < now_s - WINDOW_S:
             times.popleft()
         spread = len(times) >= WITHIN_ONE or len({step for _, step in times}) >= APART
         return len(times) if len(times) >= STORM and spread and self._report_limit.take(now_s, function) else 0
-
-    def _forget_oldest(self) -> None:
-        oldest = min(self._times, key=lambda function: self._times[function][-1][0])
-        del self._times[oldest]
 
 
 RESOLUTION = 2.0**-24

@@ -87,8 +87,9 @@ def launcher_ending(report: RankView) -> Iterator[Finding]:
 def _living(report: RankView) -> Finding:
     quiet, phase = max(0.0, report.last_s - report.progress_s), report.phase if report.last_step else None
     kind = report.state if report.state in {"hung", "unresponsive"} else "alive"
-    moment = text.moment(report.last_s)
-    return finding(kind, rank=report.rank, where=_where(report), quiet=quiet, phase=phase, moment=moment)
+    stepless = report.lifetime if not report.done and report.last_s - report.begun_s >= detect_hang.EARLY_FIRST_S else None
+    moment, where = text.moment(report.last_s), _where(report)
+    return finding(kind, rank=report.rank, where=where, quiet=quiet, phase=phase, moment=moment, lifetime=stepless)
 
 
 def _where(report: RankView) -> str:

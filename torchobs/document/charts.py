@@ -375,7 +375,7 @@ def _shapes(
 
 def colour_of(part: str) -> str:
     """Return the CSS class for a part's colour; without a class of its name it has the colour of others."""
-    return f"is-{part}" if part.replace("-", "").isalnum() else "is-other"
+    return f"is-{part}" if (part := part.replace(" ", "-")).replace("-", "").isalnum() else "is-other"
 
 
 def stacked(parts: Iterable[tuple[str, float]]) -> Html:

@@ -217,7 +217,7 @@ def figures(rank: RankView, run: RunView) -> Figures:
     still, total = rank.standstill, run.total_steps
     goodput, rates = rank.by_attribute(catalog.GOODPUT_TIME), rank.values(catalog.LEARNING_RATE)
     whole, done = sum(goodput.values()), f"{text_format.percent(min(run.steps / total, 1.0))} of {total:,}, " if total else ""
-    productive = goodput.get("productive", 0.0) / whole if whole else None
+    productive = goodput.get("productive", 0.0) / whole if whole and run.steps else None
     rate = rates.get(("0",), next(iter(rates.values()), None))
     peaks = [size for size in rank.by_attribute(catalog.MEMORY_DEVICE_PEAK).values() if size]
     rss = [value for _, value in rank.history.curves(catalog.MEMORY_HOST_RSS.name).get("", [])]

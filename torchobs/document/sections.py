@@ -7,7 +7,7 @@ from math import isfinite
 from statistics import fmean, median, quantiles
 
 from torchobs import catalog
-from torchobs.catalog.findings import PAST
+from torchobs.catalog.findings import GOODPUT_WORDS, PAST
 from torchobs.diagnosis.hangs import shown, stall, without_launcher
 from torchobs.document.blocks import (
     Code,
@@ -246,7 +246,7 @@ def time_spent(report: RankView, of: str) -> Section:
 
 def goodput(rank: RankView) -> Shares | None:
     """Return the use of time since the process began."""
-    times = rank.by_attribute(catalog.GOODPUT_TIME)
+    times = {GOODPUT_WORDS.get(state, state): seconds for state, seconds in rank.by_attribute(catalog.GOODPUT_TIME).items()}
     return Shares(f"Time since {rank.since}", times, "goodput-") if sum(times.values()) else None
 
 

@@ -16,6 +16,7 @@ from weakref import ref
 
 from torchobs.probes.step_recorder import parameters_of
 from torchobs.probes.timeline import BACKWARD_ENDS
+from torchobs.support.text import plural
 from torchobs.tensors.references import living_optimizers
 
 if TYPE_CHECKING:
@@ -51,15 +52,14 @@ class NeverStepped:
     def sample(self) -> None:
         """Look for optimizers, which holds the GIL for some 100 ms, if no step has ended after so many backward passes."""
         recorder = self._context.recorder
-        if recorder.step or recorder.direct or self._due == sys.maxsize or recorder.optimizers():
-            if self._handles:
-                self._context.at_backward(self._unwatch)
+        is_over = recorder.step or recorder.direct or self._due == sys.maxsize or recorder.optimizers()
+        if self._handles and (is_over or self._reached):
+            self._context.at_backward(self._unwatch)
+        if is_over:
             return
         count = sum(stamp & 15 == BACKWARD_ENDS for stamp in recorder.trace.copy())
         self._since_s = self._since_s or (self._clock() if count else 0.0)
         if self._reached:
-            if self._handles:
-                self._context.at_backward(self._unwatch)
             if count >= LEAST_MISTAKEN:
                 self._due = sys.maxsize
                 self._context.report("never_stepped", optimizer=self._reached, backward_passes=count)
@@ -84,9 +84,8 @@ class NeverStepped:
 
     def _report(self, count: int) -> None:
         self._reported = True
-        passes = f"{count} backward pass{'' if count == 1 else 'es'}"
-        text = f"{passes} and no step of an optimizer of torch's: if steps are made otherwise, call torchobs.step() after each"
-        self._context.warn_limited("no steps", text)
+        hint = "and no step of an optimizer of torch's: if steps are made otherwise, call torchobs.step() after each"
+        self._context.warn_limited("no steps", f"{plural(count, 'backward pass', 'backward passes')} {hint}")
 
     def _watch_now(self, count: int) -> None:
         """Record which of the optimizers a gradient reaches. In the training thread, as a backward pass begins."""

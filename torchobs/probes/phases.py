@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 _LONG_NS = 500_000_000
 _LONG_TRACE, _ROUNDS = 256, 10
 """Boundaries from which credit is given once a second, since replaying one takes a microsecond"""
-_STARTUP_ROUNDS = 10
 
 
 class PhaseProbe:
@@ -140,7 +139,8 @@ class OpenTime:
         longest_s = core.totals.floats[DURATION_SUM + 2]
         spent, idle_ns = state.close_early(now_ns, 0 if last else idle_from(longest_s) * 1e9)
         if last:
-            idle_ns = sum(spent[phase] for phase in WITHIN_STEP) - spent[DATA]  # it led to no step
+            # it led to no step; without any, as in a script that updates by hand, all of it is before the first
+            idle_ns = sum(spent[phase] for phase in WITHIN_STEP) - spent[DATA] if core.totals.ints[Word.STEPS] else 0
         parts = (spent[DATA], spent[EVALUATION], spent[CHECKPOINT], spent[COMPILE], idle_ns)
         core.change(credit, step, [length / 1e9 for length in parts], sum(spent) / 1e9)
         if last:
@@ -175,7 +175,7 @@ class Startup:
         if totals.ints[Word.STEPS]:
             self._show(totals.floats[Word.LAST_STEP_TIMESTAMP] - (known_s - sum(credited(totals))) - self._begun_s)
             self._done = True
-        elif last or not (self._rounds % _STARTUP_ROUNDS or self._context.recorder.has_begun(besides={EVAL, TRAIN})):
+        elif last or not (self._rounds % _ROUNDS or self._context.recorder.has_begun(besides={EVAL, TRAIN})):
             header = self._context.writer.header
             self._show((header.wall_ns - header.monotonic_ns + monotonic_ns()) / 1e9 - known_s - self._begun_s)
 

@@ -16,7 +16,7 @@ from torchobs import catalog
 from torchobs.catalog import Metric
 from torchobs.config.settings import PROBES
 from torchobs.detect import speed
-from torchobs.detect.hangs import GroupProgress, Standstill
+from torchobs.detect.hangs import LEAST_S, PATIENT_PHASES, GroupProgress, Standstill
 from torchobs.detect.learning import NEGLIGIBLE, OTHER_GROUPS, ZeroRate, zero_rate
 from torchobs.detect.speed import Slowness
 from torchobs.detect.spikes import healthy_steps
@@ -262,8 +262,10 @@ class RankView:
     @property
     def speed(self) -> Throughput | None:
         """Its throughput while it trains; ``None`` if it has ended, hangs or does something else."""
-        trains = state.trains(self.state, self.phase, self.standstill, recorded=self.recorded)
-        return self.pace if trains and self.pace and self.pace.per_s else None
+        pace = self.pace if state.trains(self.state, self.phase, self.standstill, recorded=self.recorded) else None
+        # backward passes without a step are no standstill, but what was measured before them says nothing about now
+        age_s = 0.0 if self.phase in PATIENT_PHASES else self.progress_age_s or 0.0
+        return pace if pace and pace.per_s and age_s <= max(LEAST_S, pace.window_s) else None
 
     @property
     def left_s(self) -> float | None:
