@@ -262,20 +262,6 @@ def test_two_writers_at_once(place: Path) -> None:
     assert [kept.load(path).side.steps for path in runs.values()] == [summary.steps for summary in runs]
 
 
-def test_a_run_that_was_resumed_is_compared_step_by_step(
-    place: Path, flight_dir: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Its first step is the one after those that it was resumed from; and that it was is a difference."""
-    kept.keep(run("whole", history=[step(number, 100.0 - number) for number in range(1, 81)]), place, 9)
-    history = [step(number, 60.0 - number) for number in range(1, 41)]
-    kept.keep(run("again", history=history, values={catalog.STEPS_RESUMED_FROM: 40.0}), place, 9)
-    comparison = json.loads(ran(capsys, "compare", "whole", "again", "--dir", flight_dir, "--json")[1])
-    (loss,) = (entry for entry in comparison["quantities"] if entry["what"].startswith("loss, "))
-    assert (loss["what"], loss["first"], loss["second"], loss["change"]) == ("loss, steps 73 to 80", 23.5, 23.5, 0.0)
-    assert {"name": "resumed from step", "first": "", "second": "40"} in comparison["differences"]
-    assert [entry["resumed_from"] for entry in comparison["runs"]] == [0.0, 40.0]
-
-
 def test_a_long_run_is_kept_from_its_beginning(place: Path, flight_dir: Path) -> None:
     """What the ring of steps has lost is drawn from what was read of it now and then, and counts for the least loss."""
     names = (catalog.MEMORY_HOST_RSS.name, catalog.LOSS.name, catalog.GRAD_NORM.name)

@@ -152,12 +152,29 @@ def test_a_loaded_state_says_how_many_steps_were_done(flight_dir: Path, make: An
         assert run.look()[SHOWN] == done
 
 
-def test_an_optimizer_that_counts_nothing_is_not_guessed(run: Recording) -> None:
-    """SGD with a state: it may have been loaded."""
-    model = mlp()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-    train(model, optimizer)
-    assert SHOWN not in run.look()
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_without_a_count_the_checkpoint_or_a_scheduler_says_it(flight_dir: Path, tmp_path: Path, momentum: float) -> None:
+    """Its rank says when the file was saved, also under another name; a run that loads nothing begins at 0."""
+
+    def goes_on(name: str, *, schedule: bool = False) -> float | None:
+        shown = None
+        for run in recording(flight_dir):
+            model = mlp()
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=momentum)
+            parts: list[Any] = [model, optimizer, *([lrs.StepLR(optimizer, 2)] if schedule else [])]
+            for part, state in zip(parts, torch.load(tmp_path / name) if name else (), strict=False):
+                part.load_state_dict(state)
+            train_scheduled(model, optimizer, parts[2], 10) if schedule else train(model, optimizer, steps=5)
+            torch.save([part.state_dict() for part in parts], tmp_path / "last.pt")
+            shown = run.look().get(SHOWN)
+        return shown
+
+    assert [goes_on(""), goes_on("last.pt")] == [0, 5]
+    (tmp_path / "last.pt").rename(tmp_path / "moved.pt")
+    assert [goes_on("moved.pt"), goes_on("", schedule=True)] == [10, 0]
+    for path in tmp_path.iterdir():
+        path.touch()
+    assert [goes_on("last.pt", schedule=True), goes_on("moved.pt")] == [10, None]
 
 
 STEPS = (catalog.SCHEDULER_STEPS.name,)

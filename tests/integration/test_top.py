@@ -21,13 +21,13 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import pytest
 
-from tests.rank_files import BORN_NS, Clock, File, S, live_rank, scanner_of, train
+from tests.rank_files import Clock, File, S, live_rank, scanner_of, train
 from tests.support import ROOT, clean_environment, wait_until
 from torchobs import catalog
 from torchobs.cli import top
 from torchobs.cli.top import Watch, screen
 from torchobs.document.text import TerminalStyle
-from torchobs.flight.layout import HEADER_SIZE, LIVE_PHASES, Live
+from torchobs.flight.layout import HEADER_SIZE, Live
 from torchobs.ranks.rank_view import RankView, RunView, run_of
 
 if TYPE_CHECKING:
@@ -269,14 +269,6 @@ def test_it_shows_the_work_of_a_second_and_the_share_of_the_peak(flight_dir: Pat
     assert (columns["samples/s"], columns["MFU"], columns["steps/s"]) == ("80.0", "43 %", "10.0")
     assert "tokens/s" not in columns
     assert {"tokens/s", "samples/s", "MFU"}.isdisjoint(shown(per_s=None))
-
-
-def test_who_is_at_something_that_takes_its_time_is_said_to_be(flight_dir: Path, ranks: Ranks) -> None:
-    """Whoever has left the training loop, or evaluates: no step is missing."""
-    (file,) = ranks(1)
-    file.writer.phase(1 + LIVE_PHASES.index("idle"), BORN_NS + 10 * S)
-    file.save()
-    assert frame(looked(flight_dir), 100)[-1].split()[1:5] == ["alive,", "idle", "100", "-"]
 
 
 def test_a_run_that_stands_still_is_worth_a_look(flight_dir: Path, ranks: Ranks) -> None:

@@ -16,7 +16,7 @@ from torchobs.catalog import Severity
 from torchobs.document import sections
 from torchobs.document.blocks import Items, LineChart, Series, StripChart, Table
 from torchobs.document.charts import SMALL_BUCKETS, curve, small, stacked
-from torchobs.document.compare import compare, comparison_document
+from torchobs.document.compare import Difference, Side, compare, comparison_document
 from torchobs.document.event_log import EventRow, log_of, merged_ranks, rows_of
 from torchobs.document.files import markdown
 from torchobs.document.html import page
@@ -25,6 +25,7 @@ from torchobs.document.live import Choice, figures
 from torchobs.document.markup import tag
 from torchobs.document.run import Options, document, run_document
 from torchobs.document.sections import anomalies, event_words
+from torchobs.document.text import TerminalStyle, render
 from torchobs.exporter.page import choice_of
 from torchobs.flight.details import History, HistoryRow
 from torchobs.flight.forward import ForwardShare
@@ -134,8 +135,9 @@ def test_what_a_script_asked_for_is_no_anomaly() -> None:
 
 
 def run(*losses: float) -> Chosen:
-    """A run of one rank; the last tenth of its steps has these losses."""
-    return Chosen([facts([*(step(number, 9.0) for number in range(1, 41)), *map(step, range(41, 46), losses)])], [], [], [])
+    """A run of one rank, from its beginning; the last tenth of its steps has these losses."""
+    history = [*(step(number, 9.0) for number in range(1, 41)), *map(step, range(41, 46), losses)]
+    return Chosen([facts(history, values={catalog.STEPS_RESUMED_FROM: 0.0})], [], [], [])
 
 
 def test_a_curve_has_median_and_range_of_both_runs() -> None:
@@ -150,19 +152,22 @@ def test_a_curve_has_median_and_range_of_both_runs() -> None:
     assert quantities[loss.what]["first_range"] == [2.1, 2.3]
 
 
-def test_a_run_whose_optimizer_counts_no_steps_may_be_a_resumed_one() -> None:
-    """Its curve is beside steps 1 to N of the other run, and the document says so; one that counts is where it went on."""
-    history = [step(number, 2.0) for number in range(1, 41)]
-    counted, uncounted = (
-        side_for(Chosen([facts(history, values=values)], [], [], []))
-        for values in ({catalog.STEPS_RESUMED_FROM: 60.0}, dict[catalog.Metric, float]())
-    )
-    said = "Whether B went on from a checkpoint is not in the flight file"
-    comparison = compare(counted, uncounted)
-    assert said in markdown(comparison_document(comparison))
-    assert [side["resumed_from"] for side in comparison.to_dict()["runs"]] == [60.0, 0.0]
-    assert counted.curves["loss"][0][0] == 61.0
-    assert "went on from a checkpoint" not in markdown(comparison_document(compare(counted, counted)))
+def test_a_run_that_was_resumed_is_compared_step_by_step() -> None:
+    """Its first step is the one after those that it was resumed from; where nothing says that, no step is compared."""
+
+    def side(first_loss: float, *before: float) -> Side:
+        history = [step(number, first_loss - number) for number in range(1, 41)]
+        return side_for(Chosen([facts(history, values=dict.fromkeys([catalog.STEPS_RESUMED_FROM], *before))], [], [], []))
+
+    whole, resumed, uncounted = side(60.0, 0.0), side(40.0, 20.0), side(40.0)
+    comparison, unknown = compare(whole, resumed), compare(whole, uncounted)
+    (loss,) = (quantity for quantity in comparison.quantities if quantity.what.startswith("loss, "))
+    assert (loss.what, loss.first, loss.second) == ("loss, steps 36 to 40", 22.0, 22.0)
+    assert Difference("resumed from step", "0", "20") in comparison.differences
+    assert not any(quantity.what.startswith("loss, ") for quantity in unknown.quantities)
+    assert [entry["resumed_from"] for entry in unknown.to_dict()["runs"]] == [0.0, None]
+    text = " ".join(render(comparison_document(unknown), TerminalStyle(200)))
+    assert "Nothing says at which step B began" in text
 
 
 @pytest.mark.parametrize(("losses", "said"), [(1, "the last one"), (8, "the last one, sum of 8 backward passes, mean 3.7")])

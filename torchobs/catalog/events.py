@@ -481,6 +481,7 @@ SPAN_CHECKPOINT = span(
     Attribute("format", "what saved", ("torch", "safetensors", "distributed")),
     Attribute("size", "bytes this rank wrote", unit="By"),
     Attribute("blocked_s", "for an asynchronous one: seconds for which training waited", unit="s"),
+    Attribute("file", "its time of change and size, by which a run that goes on from it finds its step"),
 )
 SPAN_RESTORE = span(
     "torchobs.restore",

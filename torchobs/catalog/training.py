@@ -53,7 +53,7 @@ MODEL_FLOPS = gauge("torchobs.model.flops", "{operation}").described(
 MFU = gauge("torchobs.mfu", "1").described("Model FLOPs utilization: these FLOPs per second of step time, over the dense peak.")
 STEPS_PLANNED = gauge("torchobs.steps.planned", "{step}", survives=True).described("Planned steps of the run, if known.")
 STEPS_RESUMED_FROM = gauge("torchobs.steps.resumed_from", "{step}").described(
-    "Steps before this process, from `torchobs.log(resumed_from=...)` or the optimizer's state; absent if unknown."
+    "Steps before this process, from `torchobs.log(resumed_from=...)` or what was loaded; absent if unknown."
 )
 EPOCHS = counter("torchobs.epochs", "{epoch}").described("Passes over the training loader begun.")
 GOODPUT_TIME = counter("torchobs.goodput.time", "s", GOODPUT_STATE, quiet=0.0).described(

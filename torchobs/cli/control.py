@@ -58,12 +58,7 @@ examples:
   torchobs profile 0 --wait 10m               if a step takes minutes"""
 
 _SOCKET = Option(
-    "socket",
-    PATH,
-    "The exporter's Unix socket.",
-    "exporter.sock beside the flight files",
-    flag="--socket",
-    metavar="PATH",
+    "socket", PATH, "The exporter's Unix socket.", "exporter.sock beside the flight files", flag="--socket", metavar="PATH"
 )
 _ADVICE = {
     "no-such-rank": "there is no such rank on this machine: `torchobs top --once` shows those there are",

@@ -1,7 +1,4 @@
-"""Charts as SVG with text alternatives, from the curves of a quantity over many steps that every form of a document shows.
-
-Colours and widths are set in the style sheets; a drawing stretches to its place.
-"""
+"""Charts as SVG with text alternatives, from the curves of a quantity over many steps that every form of a document shows."""
 
 from __future__ import annotations
 

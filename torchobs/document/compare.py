@@ -55,10 +55,8 @@ class Side(NamedTuple):
     ended_by: str
     started: float
     steps: int
-    resumed_from: float
-    """steps before this process"""
-    is_counted: bool
-    """whether that is known: some optimizers keep no count"""
+    resumed_from: float | None
+    """steps before this process; ``None``: it may have gone on from a checkpoint, at a step that nothing says"""
     facts: Mapping[str, str]
     """arguments and settings, by name"""
     is_told: bool
@@ -107,14 +105,15 @@ def side_of(data: Mapping[str, Any]) -> Side:
     """Return the side of a run; ``data``: its plain data, with all steps and the history of its principal rank."""
     every, rank = data["ranks"], data["ranks"][data["principal"]]
     details = max((rank["details"], *(other["details"] for other in every)), key=len)
-    arguments, before = details.get("arguments"), float(rank["resumed_from"] or 0.0)
+    arguments, resumed_from = details.get("arguments"), rank["resumed_from"]
+    before = resumed_from or 0.0
     return Side(
         **{name: text_format.clean(rank[name]) for name in ("job_name", "run_id", "rank", "state")},
         ended_by=text_format.clean(rank["exit"]["reason"] or ""), started=float(rank["started"]), steps=rank["last_step"],
-        resumed_from=before, is_counted=rank["resumed_from"] is not None,
+        resumed_from=resumed_from,
         facts=(parsed(arguments) if isinstance(arguments, list) else {})
         | facts(rank["resource"], details)
-        | {"ranks here": str(len(every)), "resumed from step": f"{before:,.0f}" if before else ""},
+        | {"ranks here": str(len(every)), "resumed from step": "unknown" if resumed_from is None else f"{before:,.0f}"},
         is_told=bool(rank["details"]),
         quantities={what: (unit, [float(value) for value in values]) for what, unit, values in _quantities(rank)},
         curves={
@@ -127,7 +126,7 @@ def side_of(data: Mapping[str, Any]) -> Side:
 def compare(first: Side, second: Side) -> Comparison:
     """Compare two runs. Steps are those of the training: a run that was resumed goes on where the first one was.
 
-    Where that is unknown, its steps are counted from its own start.
+    Where that is unknown, its curves begin at its own start, and no step of it is beside one of the other run.
     """
     names = dict.fromkeys((*first.facts, *second.facts))
     pairs = ((name, first.facts.get(name, ""), second.facts.get(name, "")) for name in names)
@@ -197,7 +196,9 @@ def _middle_half(values: Sequence[float]) -> tuple[float, float] | None:
 
 def _tails(first: Side, second: Side) -> Iterator[Compared]:
     """Yield loss and gradient norm over the last tenth of the steps that both runs have."""
-    common = int(min(side.resumed_from + side.steps for side in (first, second)))
+    if first.resumed_from is None or second.resumed_from is None:
+        return
+    common = int(min(first.resumed_from + first.steps, second.resumed_from + second.steps))
     begin = common - max(int(common * _TAIL), _WARM_UP)
     for field, name in (("loss", "loss"), ("grad_norm", "gradient norm")):
         tails = [
@@ -275,13 +276,14 @@ def _measured(comparison: Comparison) -> Section:
 
 def _charts(sides: Sequence[Side]) -> Section:
     charts = []
-    uncounted = [name for name, side in zip(_NAMES, sides, strict=True) if not side.is_counted]
+    uncounted = [name for name, side in zip(_NAMES, sides, strict=True) if side.resumed_from is None]
     note = (
-        f"Whether {text_format.joined(uncounted)} went on from a checkpoint is not in the flight file (SGD, for one, counts no "
-        "steps): steps are counted from its own start. torchobs.log(resumed_from=...) says where a run went on."
+        f"Nothing says at which step {text_format.joined(uncounted)} began: the optimizer counts none (SGD, for one), and a "
+        "checkpoint may have been loaded. So the curves begin at step 1, and losses at the same steps are not compared. "
+        "torchobs.log(resumed_from=...) says where a run goes on."
     )
     for field, title in CURVES.items():
         lines = tuple(Series(name, side.curves[field]) for name, side in zip(_NAMES, sides, strict=True) if side.curves[field])
         charts.append(LineChart(title, lines, text_format.duration if field == "duration_s" else text_format.number))
-    shown = Text(note, "note") if uncounted else None
+    shown = Text(note, "warning") if uncounted else None
     return section("curves", "Curves", shown, *(chart if chart.series else None for chart in charts))

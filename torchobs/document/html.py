@@ -209,10 +209,7 @@ def _shares(block: blocks.Shares) -> Html:
     """Return parts of a whole as a bar, with a list of them, the largest first."""
     parts, whole = block.largest_first(), sum(block.parts.values())
     lines = [
-        (
-            joined([_key(f"{block.colours}{name}"), name]),
-            joined([exact(text_format.duration(seconds), seconds), f" ({share})"]),
-        )
+        (joined([_key(f"{block.colours}{name}"), name]), joined([exact(text_format.duration(seconds), seconds), f" ({share})"]))
         for name, seconds, share in parts
     ]
     return joined([stacked([(f"{block.colours}{name}", seconds / whole) for name, seconds, _ in parts]), _terms(lines)])

@@ -144,10 +144,7 @@ def keep(chosen: Chosen, place: Path, most: int) -> Path:
             return path
     much = Options(max(10, _STEPS // number), max(20, _EVENTS // number), whole=True)
     head = {"kept": _KIND, "version": VERSION, "summary": _encoded(summary)}
-    body = {
-        "report": _encoded(run_document(chosen)),
-        "data": document(chosen.ranks, chosen.launchers, chosen.bad, much),
-    }
+    body = {"report": _encoded(run_document(chosen)), "data": document(chosen.ranks, chosen.launchers, chosen.bad, much)}
     text = "".join(f"{json.dumps(line, allow_nan=False)}\n" for line in (head, body))
     _write(path, gzip.compress(text.encode(errors="replace"), 6))
     with suppress(OSError):  # another writer removes them

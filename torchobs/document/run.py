@@ -19,18 +19,7 @@ from torchobs.diagnosis.diagnosis import RunDiagnosis, diagnose_run
 from torchobs.diagnosis.endings import typical_phases
 from torchobs.diagnosis.hangs import stall
 from torchobs.document import sections
-from torchobs.document.blocks import (
-    Code,
-    Document,
-    Item,
-    Items,
-    LineChart,
-    Section,
-    Series,
-    Table,
-    Text,
-    section,
-)
+from torchobs.document.blocks import Code, Document, Item, Items, LineChart, Section, Series, Table, Text, section
 from torchobs.document.live import figures
 from torchobs.document.sections import points_of
 from torchobs.flight.events import Event, plain

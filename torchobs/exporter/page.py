@@ -124,10 +124,7 @@ def page(shown: Model, problems: Sequence[str], links: Sequence[tuple[str, str]]
         html.footer(document),
         data_stream=stream_of(shown.choice),
     )
-    links_of_head = [
-        tag("link", rel="stylesheet", href=f".{STYLE_PATH}"),
-        tag("script", src=f".{SCRIPT_PATH}", defer=True),
-    ]
+    links_of_head = [tag("link", rel="stylesheet", href=f".{STYLE_PATH}"), tag("script", src=f".{SCRIPT_PATH}", defer=True)]
     return html.whole(parts["title"], links_of_head, body)
 
 

@@ -32,11 +32,7 @@ _HEAD = ("Run", "Job", "State", "Ended", "Steps", "Loss", "Least loss", "Tag")
 def routes() -> list[Route]:
     """Return the routes. They do not say how a run was started: ``inspect``, ``report`` and ``compare`` do."""
     script = partial(served_asset, ("past.js",), "text/javascript")
-    return [
-        Route(PATH, guarded(_page)),
-        Route(f"{PATH}/curves", guarded(_curves)),
-        Route(f"{PATH}.js", guarded(script)),
-    ]
+    return [Route(PATH, guarded(_page)), Route(f"{PATH}/curves", guarded(_curves)), Route(f"{PATH}.js", guarded(script))]
 
 
 async def _page(_: Request) -> Response:
@@ -90,7 +86,7 @@ def _columns(path: Path) -> dict[str, list[float | None]]:
     rank: dict[str, Any] = (run := kept.load(path)).data["ranks"][run.data["principal"]]
     steps = all_steps(rank)
     columns: dict[str, list[float | None]] = {
-        "step": [run.side.resumed_from + step["step"] for step in steps],
+        "step": [(run.side.resumed_from or 0) + step["step"] for step in steps],
         "time_s": [step["end_s"] - rank["started"] for step in steps],
     }
     # the name of a number that is not finite is text

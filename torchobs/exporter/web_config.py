@@ -5,9 +5,7 @@ https://github.com/prometheus/exporter-toolkit/blob/master/docs/web-configuratio
 misspelt ``basic_auth_users`` must not disable authentication. What Python cannot do is an error, too: never less security than
 asked, but for TLS before 1.2, which is never offered.
 
-The file is checked for changes every second. If a changed one is invalid, the previous configuration stays in force. If it is
-invalid from the start, everything but health is answered with 503, because it is unknown what was to be protected. Either way
-``torchobs_exporter_config_ok`` is 0 until the file is valid.
+If the file is invalid from the start, everything but health is answered with 503: what was to be protected is unknown.
 """
 
 from __future__ import annotations

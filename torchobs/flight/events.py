@@ -12,20 +12,9 @@ that a device delivered after its span was written. :func:`decode` alone looks i
 **Identifiers** of a run's traces and spans are derived from the flight file's header.
 
 Spans are written for few steps only, and long after these ended. An identifier is a function of the run and of the span's
-subject, so the training thread generates none, and all ranks name a trace alike without communication. An application's span
-can name the current step as its parent, and an exporter can attach an exemplar to any step's histogram sample.
-
-Traces, 16 bytes, equal on all ranks of a run:
-
-* the run's is the launcher's (``TRACEPARENT``; ``trace_id`` in the file's resource), else BLAKE2b of ``torchobs/<run id>``;
-* that of a segment (an epoch, or an hour of one) is BLAKE2b of ``<run's trace>/<restart>/segment/<epoch>/<part>``;
-* that of a step is BLAKE2b of ``<run's trace>/<restart>/step/<number>``.
-
-Spans, 8 bytes, different on each rank: BLAKE2b of ``<incarnation>/run``, ``<run's span>/segment/<epoch>/<part>``,
-``<run's span>/<step>`` and ``<step's span>/<phase>``.
-
-All in lower-case hexadecimal and decimal digits; ``printf torchobs/1234 | b2sum -l 128`` is the trace of run ``1234``.
-OpenTelemetry allows no identifier of zeros alone: the last digit of such a hash is 1. ``restart`` is the launcher's count.
+subject (:class:`SpanIds`), so the training thread generates none, and all ranks name a trace alike without communication. An
+application's span can name the current step as its parent, and an exporter can attach an exemplar to any step's sample.
+OpenTelemetry allows no identifier of zeros alone: the last digit of such a hash is 1.
 """
 
 from __future__ import annotations

@@ -350,9 +350,11 @@ class FlightFile:
         read = self._numbered(records[-1].seq + 1 if records else first, self._upto)
         return [*records, *(record for record in read if record is not None)]
 
-    def events(self) -> list[Event | Span | Late]:
-        """Return the events and spans that are still in the ring, oldest first."""
-        return events.read(events.scan(self._region(Region.EVENTS), self.header.seed), self.header)
+    def events(self, *names: str) -> list[Event | Span | Late]:
+        """Return the events and spans that are still in the ring, oldest first; with ``names`` those that mention one."""
+        ring = self._region(Region.EVENTS)
+        is_mentioned = not names or any(name.encode() in ring for name in names)
+        return events.read(events.scan(ring, self.header.seed), self.header, *names) if is_mentioned else []
 
     def details(self) -> dict[str, Any]:
         """Return how the run was started (``Region.DETAILS``); empty if unknown."""

@@ -1,5 +1,1 @@
-"""The exporter shared by all ranks of one user on a node: its election, start and end.
-
-A trainer calls :mod:`.launch`; :mod:`.election` chooses the exporter process and publishes its address, :mod:`.lifetime` runs
-it. Standard library only: a process that loses the election ends before importing anything heavy.
-"""
+"""The exporter shared by all ranks of one user on a node: election, start, end. Standard library only: losers end at once."""

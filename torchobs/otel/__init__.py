@@ -1,7 +1,4 @@
-"""The OpenTelemetry API implemented over a flight file: metrics and spans of the application and of torchobs.
-
-Only ``opentelemetry-api`` is imported here, and nothing of torchobs needs the SDK.
-"""
+"""The OpenTelemetry API implemented over a flight file: metrics and spans of the application and of torchobs."""
 
 from torchobs.otel.metrics import FlightMeterProvider
 from torchobs.otel.providers import install, observe, uninstall

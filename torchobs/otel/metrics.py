@@ -7,14 +7,7 @@ An attribute set without room in the file is counted in ``torchobs.flight.droppe
 the attribute ``otel.metric.overflow``, as OpenTelemetry specifies, so that the instrument's total stays right.
 
 A measurement is in the file when its call returns (if another thread writes: when that one has; off tmpfs: within 100 ms).
-The rules are the SDK's, with one exception: a gauge set to NaN or infinity becomes absent, where the SDK keeps the last finite
-value.
-
-When the application sets its own provider, every instrument created before delegates to the same instrument of that provider,
-as the API's own proxies do.
-
-Where the SDK would raise in the training loop (invalid name, bucket boundaries that do not increase), this logs a warning and
-returns an instrument that does nothing, or uses the default boundaries.
+docs/opentelemetry.md has what differs from the SDK.
 """
 
 from __future__ import annotations

@@ -23,11 +23,8 @@ dropped     ``[attributes, events, links]`` beyond the limits; absent when none 
 cut         number of values shortened or left out so that the frame fits; absent when zero
 =========== ==========================================================================================================
 
-Semantics and default limits are the SDK's. No lock is taken: a signal handler may add to the span that it interrupts.
-
-Every span is recorded, except below a parent that was not sampled. Identifiers come from the operating system and not from
-:mod:`random`: training often seeds that equally on all ranks, which would give the spans of all ranks the same identifiers, and
-drawing from it would change the training's own random numbers.
+Semantics and default limits are the SDK's, with docs/opentelemetry.md's exceptions. Identifiers are not drawn from
+:mod:`random`, which would change the training's own random numbers.
 """
 
 # ruff: noqa: FBT001, FBT002  # the API's signatures

@@ -30,7 +30,7 @@ import torch
 
 from torchobs import catalog
 from torchobs.probes.context import LONG_NS, span_limiter
-from torchobs.probes.restored import Restored
+from torchobs.probes.restored import Restored, stamp_of
 from torchobs.probes.timeline import CHECKPOINT, PIN, UNPIN
 from torchobs.support.after_fork import renew_in_child
 from torchobs.support.error_guard import call
@@ -146,6 +146,8 @@ class CheckpointProbe:
         renew_in_child(self, _lock=threading.RLock)
         self._step, self._seconds, self._bytes = -1, 0.0, 0
         self._failed_last = 0
+        self._pending: partial[None] | None = None
+        """Writes the span of the last checkpoint, if it was not written: a run may go on from it"""
 
     def install(self, context: ProbeContext) -> None:
         """See :class:`~torchobs.probes.context.Probe`."""
@@ -211,7 +213,7 @@ class CheckpointProbe:
         def load(*args: Any, **kwargs: Any) -> Any:
             started_ns, inner = monotonic_ns(), _calls_from_distributed() or recorder.in_fetch()
             result = original(*args, **kwargs)
-            call(breaker, read, result)
+            call(breaker, read, result, args[0] if args else kwargs.get("f"))
             if not inner and monotonic_ns() - started_ns >= LONG_NS and threading.get_ident() == training.thread:
                 attributes = {"format": kind, "step": recorder.steps_done()}
                 call(breaker, write_span, catalog.SPAN_RESTORE.name, started_ns, monotonic_ns(), attributes, failed=False)
@@ -277,10 +279,24 @@ class CheckpointProbe:
             self._show(saving, now_ns - saving.started_ns, size or 0)
         if size is not None:
             attributes["size"] = size
+        if error is None and (stamp := stamp_of(saving.target)):
+            attributes["file"] = stamp
+        self._pending = partial(
+            self._context.write_span, catalog.SPAN_CHECKPOINT.name, saving.started_ns, monotonic_ns(), attributes,
+            failed=error is not None,
+        )  # fmt: skip
         if now_ns - saving.started_ns >= LONG_NS or self._span_limiter.take(now_ns):
-            self._context.write_span(
-                catalog.SPAN_CHECKPOINT.name, saving.started_ns, monotonic_ns(), attributes, failed=error is not None
-            )
+            self._write_pending()
+
+    def observe(self) -> None:
+        """Write the last checkpoint's span, and find the step of the one that was loaded."""
+        self._write_pending()
+        self._restored.find_step()
+
+    def _write_pending(self) -> None:
+        write, self._pending = self._pending, None
+        if write is not None:
+            write()
 
     def _room(self, saving: _Saving) -> dict[str, object]:
         """Return the last good checkpoint's step, and the room for another, as attributes: torch's writer has neither."""

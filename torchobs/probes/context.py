@@ -541,7 +541,7 @@ class TrainingState:
 
     __slots__ = (
         "_plain", "autocast", "captures", "epoch", "epochs", "evaluating_since_ns", "idle", "left", "loop", "others",
-        "to_call_ns",
+        "restored", "to_call_ns",
     )  # fmt: skip
 
     def __init__(self, plain: PlainSteps | None = None) -> None:
@@ -562,6 +562,8 @@ class TrainingState:
         """When a long evaluation in progress began; 0 if none is in progress"""
         self.to_call_ns = 0
         """From a fetch to the forward pass, by the last forward stamp, which sets it"""
+        self.restored: bool | None = None
+        """Whether a checkpoint or a module's state has been loaded, by the checkpoint probe; ``None`` if that is unknown"""
         self.epoch = 0
         """Number of the last epoch that has begun, from 1; 0 before the first"""
         self.epochs: deque[EpochStart] = deque(maxlen=1024)

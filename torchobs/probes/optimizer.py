@@ -11,7 +11,8 @@ scheduler updates: the groups of the inner optimizers are used instead.
 
 Adam, its relatives and RMSprop count their steps in the state that is saved with a checkpoint (``state[parameter]["step"]``),
 fused ones of other libraries in their groups. It is read once, before the first step. A number given to
-``torchobs.log(resumed_from=...)`` goes before. SGD counts nothing: then the step is unknown.
+``torchobs.log(resumed_from=...)`` goes before. SGD counts nothing: then a scheduler that is stepped after every step says it
+(:mod:`torchobs.probes.schedulers`), or the rank that saved the checkpoint (:mod:`torchobs.probes.restored`).
 """
 
 from __future__ import annotations
@@ -246,7 +247,7 @@ class ResumeProbe:
     def __init__(self) -> None:
         self._began = False
         self._fresh: Callable[[], Any] = lambda: None
-        """The optimizer, if its state was empty: whether it counts steps shows after the first"""
+        """The optimizer, if its state was empty: whether it keeps one shows after the first step"""
 
     def install(self, context: ProbeContext) -> None:
         """See :class:`~torchobs.probes.context.Probe`."""
@@ -267,21 +268,17 @@ class ResumeProbe:
         if done is None:
             self._fresh = self._fresh if getattr(optimizer, "state", None) or here else ref(optimizer)
         elif isinstance(done, Real):
-            self._show(float(done) - here)
+            self._context.scalars.infer_resumed_from(float(done) - here)
         else:
-            self._context.device.take(done, lambda value: self._show(value - here))
+            self._context.device.take(done, lambda value: self._context.scalars.infer_resumed_from(value - here))
 
-    def observe(self) -> None:
-        """Publish 0 once an optimizer that began without a state has counted its first step."""
+    def sample(self) -> None:
+        """Publish 0 once an optimizer that began without a state has one, or if nothing was loaded."""
         optimizer = self._fresh()
         if optimizer is not None and self._context.recorder.ended:
             self._fresh = lambda: None
-            if counted_steps(optimizer) is not None:
-                self._show(0.0)
-
-    def _show(self, steps: float) -> None:
-        if self._context.scalars.resumed_from is None:
-            self._context.set_gauge(catalog.STEPS_RESUMED_FROM, max(0.0, steps))
+            if optimizer.state or self._context.training.restored is False:
+                self._context.scalars.infer_resumed_from(0.0)
 
 
 def counted_steps(optimizer: Any) -> Any:

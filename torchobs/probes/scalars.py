@@ -30,7 +30,7 @@ class Scalars:
         self._written: dict[str, tuple[int, float]] = {}
         """Number of points of each curve so far, and when the next one is due"""
         self.resumed_from: float | None = None
-        """Steps made before this process, if the script logs them"""
+        """Steps made before this process, if they are known"""
         self.flops: float | None = None
         """Floating-point operations of a training step, if the script logs them"""
 
@@ -70,6 +70,11 @@ class Scalars:
         """Set how many steps were done before this process."""
         self.resumed_from = value
         self._set((catalog.STEPS_RESUMED_FROM, ()), value)
+
+    def infer_resumed_from(self, value: float) -> None:
+        """Set how many steps were done before this process, unless that is known."""
+        if self.resumed_from is None:
+            self.set_resumed_from(max(0.0, value))
 
     def set_left(self) -> None:
         """Write values that had no series when they were logged. In the sampler thread."""

@@ -30,6 +30,8 @@ IDLE_STEPS = 100
 """Training steps after which the optimizer of a scheduler that is stepped should have stepped"""
 IDLE_CALLS = 3
 """Least optimizer steps observed by then"""
+COUNTED_STEPS = 8
+"""Training steps, each with one of a scheduler, after which its count is of training steps: it says where a run went on"""
 UNUSED_EPOCHS = 2
 """Whole epochs after which a scheduler should have been stepped. One is too few for loops that step it as late as after
 the next one's first evaluation."""
@@ -52,6 +54,8 @@ class _Scheduler:
     last_epoch: object = None
     """Its count of steps at that time"""
     optimizer: weakref.ref[Any] | None = None
+    begun: int = 0
+    """Training step in which it was first stepped"""
     steps: int = 0
     stepped: bool = False
     """Whether a step of its optimizer was observed"""
@@ -172,8 +176,17 @@ class SchedulerProbe:
         self._steps += 1
         if state is not None:
             if not state.steps:
+                state.begun = self._context.recorder.steps_done()
                 self._note_first(state, scheduler.optimizer)
             state.steps += 1
+            if state.steps == COUNTED_STEPS and not state.early:
+                self._note_steps_before(_count_of(scheduler), state.begun)
+
+    def _note_steps_before(self, count: object, begun: int) -> None:
+        """Publish the steps before this process if the scheduler is stepped with each step, and was restored."""
+        done = self._context.recorder.steps_done()
+        if isinstance(count, int) and done - begun == COUNTED_STEPS - 1 and count + 1 > done:
+            self._context.scalars.infer_resumed_from(float(count + 1 - done))
 
     def _note_first(self, state: _Scheduler, optimizer: torch.optim.Optimizer) -> None:
         # PyTorch's own criterion, set by a scheduler's wrapper of its optimizer's step

@@ -8,9 +8,8 @@ Prometheus.)
 
 Some series of a run outlive those of its ranks: alerts ask how many ranks lived, and how they ended, when no rank is left.
 
-*Percentiles*: of classic and of native histograms the same series are recorded, which dashboards and alerts query, so that
-these do not depend on how Prometheus stores histograms: with `convert_classic_histograms_to_nhcb` there are no `_bucket`
-series.
+*Percentiles* are recorded of classic and of native histograms: with `convert_classic_histograms_to_nhcb` there are no `_bucket`
+series, and dashboards and alerts query the same ones.
 """
 
 from __future__ import annotations

@@ -6,11 +6,7 @@ which is sent once training has begun. Epochs of less than a minute share a segm
 
 A root's start is written at once, so that an exporter can complete it for a killed rank, and again before the ring drops it.
 
-The launcher's ``TRACEPARENT`` is the parent of the run's span; what comes later has traces of its own.
-
-Steps are sampled by their number, so that those of all ranks line up: each step is a trace of its own, in which the spans of
-all ranks stand side by side. (A trace of an hour's steps would be larger than Tempo takes, 5 MB, from 16 ranks on.) Its
-spans link to the run and to the segment in which it began.
+A step is a trace of its own: that of an hour's steps would be larger than Tempo takes, 5 MB, from 16 ranks on.
 
 Written by the sampler thread from the step records, at no cost for the training thread. The event ring is small (190 KiB of a
 1 MiB file) and a step with its phases takes 2 KiB, hence the rate limits.

@@ -3,18 +3,9 @@
 The messages are protobuf's: the data classes of OpenTelemetry's SDK lack *no recorded value*, trace flags and trace state, and
 its encoder of log records is not stable.
 
-**Metrics** have OpenTelemetry's names and kinds, one resource per incarnation, and points with ``job_name``, ``run_id`` and
-``rank``, as the series of the metrics page. When a stream loses its value (a gauge that is not finite, the state of a rank that
-has ended, a rank after its grace period), one point with the flag *no recorded value* is sent, at which Prometheus ends the
-series.
-
-**Spans.** One root span is open at any time: the run's, then a segment's (:mod:`torchobs.runtime.spans`). If its rank has ended
-without a word, it ends at the last heartbeat, as an error. A restarted exporter sends the frames that are still in the ring
-again, with the same identifiers, which are the file's.
-
-**Log records.** A record is an *event* as OpenTelemetry defines it: its name is the event's, its attributes are named within
-that, except those for which the semantic conventions have a name. It belongs to the span of the step in which it happened, else
-to the run's or the segment's.
+docs/otlp.md has what they hold. When a stream loses its value (a gauge that is not finite, the state of a rank that has ended,
+a rank after its grace period), one point with the flag *no recorded value* ends the series in Prometheus. A restarted exporter
+sends the frames that are still in the ring again, with the same identifiers, which are the file's.
 """
 
 from __future__ import annotations
