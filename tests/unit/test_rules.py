@@ -94,7 +94,7 @@ def test_alerts_say_what_is_wrong_and_come_once_per_run(rule: dict[str, Any]) ->
     notes = rule["annotations"]
     assert rule["labels"]["severity"] == ("page" if rule["alert"] in PAGES else "ticket")
     assert "$value" in notes["summary"] + notes["description"] or rule["alert"] in {
-        "TorchobsExporterConfig", "TorchobsRanksDisagree", "TorchobsRecompileStorm",
+        "TorchobsExporterConfig", "TorchobsGradientVanishing", "TorchobsRanksDisagree", "TorchobsRecompileStorm",
     }  # fmt: skip
     assert notes["runbook_url"] == f"https://example.org/runbooks/{rule['alert']}.md"
     if "run_id" not in rule["expr"].split(")")[0]:

@@ -18,7 +18,7 @@ LEAST_NONFINITE = LEAST_EXPLOSIONS
 DIVERGED = "5m"
 """How long a loss has to be away: a person who tries out a learning rate sees it and ends the run"""
 LEAST_NONFINITE_LOSSES = 10
-"""So many, and more than half of the steps: the loss stays so."""
+"""So many, and more than half of the steps: the loss stays so. Two suffice if all of the window was."""
 
 
 def _kind(name: str) -> str:
@@ -26,8 +26,11 @@ def _kind(name: str) -> str:
     return catalog.ANOMALY_KINDS[catalog.ANOMALY_KINDS.index(name)]
 
 
-_NAN = select(name(catalog.ANOMALIES), f'kind="{_kind("nonfinite_loss")}"')
-_DIVERGED = select(catalog.ANOMALY_ACTIVE, f'kind="{_kind("diverged")}"')
+_NAN, _EXPLOSIONS, _SPIKES, _VANISHING = (
+    select(name(catalog.ANOMALIES), f'kind="{_kind(kind)}"')
+    for kind in ("nonfinite_loss", "gradient_explosion", "loss_spike", "gradient_vanishing")
+)
+_NAN_NOW, _DIVERGED = (select(catalog.ANOMALY_ACTIVE, f'kind="{_kind(kind)}"') for kind in ("nonfinite_loss", "diverged"))
 
 
 def _gradient_explosion() -> Alert:
@@ -36,15 +39,13 @@ def _gradient_explosion() -> Alert:
     With a loss scaler, non-finite gradients are normal: where it has skipped steps, only skipping most of them is an explosion.
     The maximum over the window is used, not the counter's present value, because that ends with the job.
     """
-    explosions = select(name(catalog.ANOMALIES), f'kind="{_kind("gradient_explosion")}"')
-    leaps = select(name(catalog.ANOMALIES), f'kind="{_kind("loss_spike")}"')
     nonfinite = select(name(catalog.ANOMALIES), f'kind=~"{_kind("nonfinite_gradient")}|{_kind("nonfinite_loss")}"')
     skipped = select(catalog.AMP_STEPS_SKIPPED)
     lately, steps = name(catalog.AMP_STEPS_SKIPPED), name(catalog.STEPS)
     expr = f"""
-        {explosions} >= {LEAST_EXPLOSIONS}
+        {_EXPLOSIONS} >= {LEAST_EXPLOSIONS}
       or
-        {leaps} >= {LEAST_LOSS_SPIKES}
+        {_SPIKES} >= {LEAST_LOSS_SPIKES}
       or
         {nonfinite} >= {LEAST_NONFINITE}
         unless on ({ONE_RANK})
@@ -106,7 +107,7 @@ def _ranks_disagree() -> Alert:
     And on living ranks of one number that all train: separate runs without a difference in their labels.
     """
     rates = select(catalog.LEARNING_RATE)
-    lowest, highest = (grouped(f"{of}_over_time({rates}[{WINDOW}])") for of in ("min", "max"))
+    lowest, highest = (grouped(f"({of}_over_time({rates}[{WINDOW}]) and {rates} offset {WINDOW})") for of in ("min", "max"))
     training = f"count by ({ONE_NUMBER}) (rate({select(catalog.STEPS)}[5m]) > 0)"
     of_group = f"by ({ONE_GROUP}, group)"
     sizes, infos = grouped(select(catalog.DISTRIBUTED_WORLD_SIZE)), grouped(select(catalog.RANK_INFO))
@@ -165,6 +166,8 @@ ANOMALIES = Group(
             {_NAN} >= {LEAST_NONFINITE_LOSSES}
             and on ({ONE_RANK})
             {_NAN} > on ({ONE_RANK}) 0.5 * {name(catalog.STEPS)}
+          or
+            {_NAN} > 1.5 and on ({ONE_RANK}) {lasting(_NAN_NOW, "== 1", WINDOW, ONE_RANK)}
             """,
             "trains on with a loss that is NaN or infinite.",
             'In the last 10 minutes {{ printf "%.0f" $value }} steps, more than half, had a loss that is NaN or infinite; no '
@@ -189,19 +192,26 @@ ANOMALIES = Group(
         Alert(
             "TorchobsGradientVanishing",
             f"""
-            {select(name(catalog.ANOMALIES), f'kind="{_kind("gradient_vanishing")}"')} >= {LASTING}
+            {_VANISHING} >= {LASTING}
           or
             {select(catalog.GRAD_UNMOVED_LAYERS)} > 0
             """,
             "learns nothing, or parts of its model learn nothing.",
-            'One of its ranks had {{ printf "%.0f" $value }} steps in the last 10 minutes with a gradient close to zero, or '
-            "has that many layers whose weights do not change. Look for a detached graph, dead units, or saturated "
-            "activations.",
+            "Its gradient was close to zero in steps of the last 10 minutes, or layers have weights that do not change. Look "
+            "for a detached graph, dead units, or saturated activations.",
             culprits=Culprits(
-                f"bottomk(3, {select(catalog.GRAD_LAYER_NORM, THIS_RUN)})",
-                'layer {{ $l.layer }} of rank {{ $l.rank }} with a gradient norm of {{ printf "%.3g" $v }}',
-                "Smallest at present",
-                named=False,
+                _VANISHING.replace("{", f"{{{THIS_RUN}, "), amount("step", "steps", "$v"), "With a gradient close to zero"
+            ),
+            also=(
+                Culprits(
+                    f"{select(catalog.GRAD_UNMOVED_LAYERS, THIS_RUN)} > 0", amount("layer", "layers", "$v"), "Without a change"
+                ),
+                Culprits(
+                    f"bottomk(3, {select(catalog.GRAD_LAYER_NORM, THIS_RUN)})",
+                    'layer {{ $l.layer }} of rank {{ $l.rank }} with a gradient norm of {{ printf "%.3g" $v }}',
+                    "Smallest at present",
+                    named=False,
+                ),
             ),
         ),
     ),

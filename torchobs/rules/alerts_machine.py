@@ -7,7 +7,6 @@ from torchobs.rules.promql import BY_RUN, ONE_RANK, ONE_RUN, select
 from torchobs.rules.recordings import name, recent
 from torchobs.rules.rule_file import AT, DURATION, EXPORTER, SEEN, SHARE, THIS_RUN, WINDOW, Alert, Culprits, Group, amount
 
-_GPU_ERRORS = 'error_type=~"xid_hardware|ecc_uncorrected"'
 _THERMAL = 'reason="thermal"'
 _MACHINE = "cluster, namespace, pod, instance"
 """Labels of an exporter; a machine has one"""
@@ -223,7 +222,7 @@ MEMORY = Group(
 RESOURCES = Group(
     "torchobs.resources",
     (
-        recent(catalog.HW_ERRORS, _GPU_ERRORS),
+        recent(catalog.HW_ERRORS, 'error_type=~"xid_hardware|ecc_uncorrected"'),
         recent(catalog.DATA_WORKERS_DIED, born_later=True),
         Alert(
             "TorchobsLossScaleStuck",

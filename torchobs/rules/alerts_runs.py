@@ -51,8 +51,7 @@ LOOP = "15m"
 """Kubernetes' back-off gives a pod five restarts in this time, torchrun any number"""
 BURNS = (("6h", "30m", 2.0), ("1d", "2h", 1.0))
 """Long and short window, and how many times as fast as allowed the budget of lost time is used up in both"""
-_SLOW_NODE = ' On average a rank of node {{ $l.host }} makes a step {{ printf "%.2f" $v }} times as long.'
-_GIVEN_UP = 'reason="recompile_limit"'
+_SLOW = f"{select(recorded.SLOWDOWN, THIS_RUN)} > {SLOW:g}"
 LEAST_SHARE = 0.05
 """Smaller shares of the time are left out."""
 IDLE_S, IDLE_WITHIN = 60, "15m"
@@ -108,9 +107,8 @@ def _stuck(hung: str) -> str:
         )"""
 
 
-def _usual_step() -> str:
-    best = f"last_over_time({select(recorded.RUN_STEP_BEST, THIS_RUN)}[{recorded.GONE}])"
-    return first(best, " A step takes {{ $v | humanizeDuration }} at best.")
+_BEST = f"last_over_time({select(recorded.RUN_STEP_BEST, THIS_RUN)}[{recorded.GONE}])"
+_USUAL_STEP = first(_BEST, " A step takes {{ $v | humanizeDuration }} at best.")
 
 
 def _faults(range_: str) -> Culprits:
@@ -126,10 +124,13 @@ def _faults(range_: str) -> Culprits:
     return Culprits(f"({explained} or on ({ONE_RANK}, reason) {exits})", show, "Among them")
 
 
-def _ends() -> Culprits:
-    """Return the number of ends by reason: where one rank was terminated, its node may be drained, which made others fail."""
-    ends = f"count by ({ONE_RUN}, reason) (max_over_time({select(catalog.RANK_EXIT, THIS_RUN)}[{recorded.GONE}]) == 1)"
-    return Culprits(ends, '{{ printf "%.0f" $v }} {{ $l.reason }}', "All ends", named=False)
+_ENDS = Culprits(
+    f"count by ({ONE_RUN}, reason) (max_over_time({select(catalog.RANK_EXIT, THIS_RUN)}[{recorded.GONE}]) == 1)",
+    '{{ printf "%.0f" $v }} {{ $l.reason }}',
+    "All ends",
+    named=False,
+)
+"""Ends by reason: where one rank was terminated, its node may be drained, which made others fail."""
 
 
 def _absent() -> str:
@@ -142,11 +143,10 @@ def _absent() -> str:
     return f"{behind} unless on ({ONE_RANK}) ({waiting})"
 
 
-def _not_arrived() -> Culprits:
-    """Return the ranks that did not come to a collective in which others wait, from torch's flight recorder."""
-    return Culprits(
-        _absent(), '{{ printf "%.0f" $v }} behind in group {{ $l.group }}', "Did not come to a collective in which others wait"
-    )
+_BEHIND = Culprits(select(catalog.RANK_PROGRESS_AGE, THIS_RUN), DURATION, "Longest without a step")
+_NOT_ARRIVED = Culprits(
+    _absent(), '{{ printf "%.0f" $v }} behind in group {{ $l.group }}', "Did not come to a collective in which others wait"
+)
 
 
 def _waited_for() -> Culprits:
@@ -160,10 +160,6 @@ def _waited_for() -> Culprits:
     behind = f"(max {BY_GROUP} ({place}) - {ON_GROUP} group_right () {place}) > 0"
     likely = f"{behind} unless on ({ONE_GROUP}, phase) ({most}) unless {ON_GROUP} ({_absent()})"
     return Culprits(likely, "in {{ $l.phase }}", "The others likely wait for")
-
-
-def _behind() -> Culprits:
-    return Culprits(select(catalog.RANK_PROGRESS_AGE, THIS_RUN), DURATION, "Longest without a step")
 
 
 def _lived(within: str = "@lived_within_s@s") -> str:
@@ -230,33 +226,33 @@ def _slowdown() -> Alert:
             f"{first(select(recorded.RUN_STEP_MEAN, THIS_RUN), ' It takes {{ $v | humanizeDuration }}')}"
             f"{first(select(recorded.RUN_STEP_BEST, THIS_RUN), ', at best {{ $v | humanizeDuration }}.')}"
         ),
-        culprits=Culprits(f"{select(recorded.SLOWDOWN, THIS_RUN)} > {SLOW:g}", TIMES, "Slowest, for which the others wait"),
+        culprits=Culprits(_SLOW, TIMES, "Slowest, for which the others wait"),
         also=(Culprits(f"{phases} > {LEAST_SHARE:g}", f"{SHARE} {{{{ $l.phase }}}}", "A step's time now is", named=False),),
     )
 
 
+def _late() -> Culprits:
+    """Return the phases in which slow ranks are late: on one machine by its exporter, on several as recorded."""
+    late = select(recorded.ABOVE, THIS_RUN, f'phase=~"{"|".join(catalog.LATE_PHASES)}"')
+    phases = f"max by ({ONE_RANK}, phase) ({late} or {select(catalog.RANK_EXCESS, THIS_RUN)}) > {LEAST_EXCESS_S:g}"
+    return Culprits(f"{phases} and on ({ONE_RANK}) {_SLOW}", f"{DURATION} a step in {{{{ $l.phase }}}}", "Late")
+
+
 def _data() -> Alert:
-    time_ = select(catalog.STEP_PHASE_TIME)
-    waiting = select(catalog.STEP_PHASE_TIME, 'phase="data"')
-    here, all_here = select(catalog.STEP_PHASE_TIME, THIS_RUN, 'phase="data"'), select(catalog.STEP_PHASE_TIME, THIS_RUN)
+    def waits(*matchers: str) -> str:
+        data, all_phases = (select(catalog.STEP_PHASE_TIME, *matchers, *more) for more in (('phase="data"',), ()))
+        share = f"sum {BY_RANK} (rate({data}[{WINDOW}])) / sum {BY_RANK} (rate({all_phases}[{WINDOW}]) > 0)"
+        return f"{share} and on ({ONE_RANK}) min_over_time({select(catalog.DATA_STARVED, *matchers)}[{WINDOW}]) == 1"
+
     return Alert(
         alert="TorchobsDataStarvation",
-        expr=f"""
-            sum {BY_RANK} (rate({waiting}[{WINDOW}])) / sum {BY_RANK} (rate({time_}[{WINDOW}]) > 0)
-            and on ({ONE_RANK})
-            min_over_time({select(catalog.DATA_STARVED)}[{WINDOW}]) == 1
-            and on ({ONE_RANK})
-            time() - {select(catalog.RANK_START_TIME)} > 600
-        """,
+        expr=f"{waits()} and on ({ONE_RANK}) time() - {select(catalog.RANK_START_TIME)} > 600",
         summary="waits for data.",
         description=(
             "One of its ranks spends {{ $value | humanizePercentage }} of its training time waiting for batches; less than 20 "
             "% is usual. Give the data loader more workers, or make loading a batch cheaper."
         ),
-        culprits=Culprits(
-            f"sum {BY_RANK} (rate({here}[{WINDOW}])) / sum {BY_RANK} (rate({all_here}[{WINDOW}]) > 0)",
-            SHARE,
-        ),
+        culprits=Culprits(waits(THIS_RUN), SHARE),
     )
 
 
@@ -339,8 +335,8 @@ RANKS = Group(
             "TorchobsRankFailed",
             f"""count {BY_RUN} (max_over_time({select(catalog.RANK_EXIT, f'reason=~"{recorded.FAULTS}"')}[{SEEN}]) == 1)""",
             "has lost a rank.",
-            '{{ printf "%.0f" $value }} of its ranks ended with an exception or an exit code, or were killed (most often '
-            f"because memory ran out). `torchobs inspect` on their machine has the details.{_survivors()}",
+            '{{ printf "%.0f" $value }} of its ranks ended with an exception or an exit code, crashed, or were killed (most '
+            f"often because memory ran out). `torchobs inspect` on their machine has the details.{_survivors()}",
             culprits=_faults(SEEN),
         ),
         # a run that failed, has not come back, and was not ended by a signal
@@ -358,7 +354,7 @@ RANKS = Group(
             "has restarted it. Look at how the first one ended, then restart from the last checkpoint.",
             "page",
             culprits=_faults(recorded.GONE),
-            also=(_ends(),),
+            also=(_ENDS,),
             wait=WATCHED,
         ),
         _crash_loop(),
@@ -406,9 +402,9 @@ HUNG = Group(
             f"{STUCK} > 0",
             "has ranks that make no progress.",
             f"{amount('of its ranks is alive and has', 'of its ranks are alive and have')} finished no step for far longer "
-            f"than one usually takes. `torchobs stacks` shows where they stand.{_usual_step()}",
-            culprits=_behind(),
-            also=(_not_arrived(), _waited_for()),
+            f"than one usually takes. `torchobs stacks` shows where they stand.{_USUAL_STEP}",
+            culprits=_BEHIND,
+            also=(_NOT_ARRIVED, _waited_for()),
         ),
         Alert(
             "TorchobsRunHung",
@@ -418,10 +414,10 @@ HUNG = Group(
             """,
             "has stood still for {{ $value | humanizeDuration }}.",
             "No rank has finished a step for {{ $value | humanizeDuration }}, and at least one has been hung for five minutes. "
-            f"It will not go on by itself: look at the stacks, then restart it.{_usual_step()}",
+            f"It will not go on by itself: look at the stacks, then restart it.{_USUAL_STEP}",
             "page",
-            culprits=_behind(),
-            also=(_not_arrived(), _waited_for()),
+            culprits=_BEHIND,
+            also=(_NOT_ARRIVED, _waited_for()),
         ),
     ),
 )
@@ -437,9 +433,9 @@ SPEED = Group(
             f"{recorded.SLOWDOWN} > @straggler@ and on ({ONE_RANK}) {recorded.EXCESS} > {LEAST_EXCESS_S:g}",
             "waits for one of its ranks.",
             'In the last 10 minutes a step took {{ printf "%.1f" $value }} times as long as it would if no rank waited for the '
-            "slowest one. Compare its machine with the others: clocks, temperature, other processes."
-            f"{first(f'topk(1, {select(recorded.NODE_SLOWDOWN, THIS_RUN)} > {SLOW:g})', _SLOW_NODE)}",
-            culprits=Culprits(f"{select(recorded.SLOWDOWN, THIS_RUN)} > {SLOW:g}", TIMES, "Slowest"),
+            "slowest one. Compare it with the others: its data, its machine's clocks and processes, what it alone does.",
+            culprits=Culprits(_SLOW, TIMES, "Slowest"),
+            also=(_late(),),
         ),
         _data(),
         Alert(
@@ -465,7 +461,7 @@ COMPILATION = Group(
     "torchobs.compile",
     (
         recent(catalog.COMPILE_RECOMPILES, born_later=True),
-        recent(catalog.COMPILE_FAILURES, _GIVEN_UP, born_later=True),
+        recent(catalog.COMPILE_FAILURES, 'reason="recompile_limit"', born_later=True),
         # also on functions at the recompile limit: they run uncompiled, and only a counter shows it
         Alert(
             "TorchobsRecompileStorm",
@@ -474,7 +470,7 @@ COMPILATION = Group(
           or
             sum {BY_RANK} ({name(catalog.COMPILE_RECOMPILES)}) > @recompiles@
             """,
-            "keeps recompiling.",
+            "recompiles too often.",
             "In the last 10 minutes one of its ranks recompiled more than @recompiles@ times, or torch.compile gave up on a "
             "function, which runs uncompiled now. Mark what changes as dynamic, or pad it.",
             culprits=Culprits(
@@ -483,6 +479,7 @@ COMPILATION = Group(
                 "Most",
                 named=False,
             ),
+            also=(Culprits(select(name(catalog.COMPILE_FAILURES), THIS_RUN), amount("time", "times", "$v"), "Given up by"),),
         ),
     ),
 )

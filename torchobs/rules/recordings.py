@@ -68,7 +68,6 @@ ONE_NUMBER = f"{ONE_RUN}, rank"
 
 STARTED = "rank_number:torchobs_rank_start_time_seconds:max"
 TWINS = "rank_number:torchobs_rank_up:several"
-RUN_STARTED = "run:torchobs_rank_start_time_seconds:max"
 ALIVE = "run:torchobs_rank_up:sum"
 FAILED = "run:torchobs_rank_exit:failed"
 LEFT = "run:torchobs_rank_exit:left"
@@ -111,7 +110,6 @@ def runs() -> Group:
         (
             Recording(STARTED, f"max by ({ONE_NUMBER}) ({started})"),
             Recording(TWINS, f"count by ({ONE_NUMBER}) ({up} == 1) > 1"),
-            Recording(RUN_STARTED, f"max {BY_RUN} ({started})"),
             Recording(ALIVE, f"sum {BY_RUN} ({up}) or 0 * {ended()}"),
             Recording(FAILED, f"{ended(FAULTS)} or 0 * {ALIVE}"),
             Recording(LEFT, f"{ended('|'.join(NO_FAULT))} or 0 * {ALIVE}"),

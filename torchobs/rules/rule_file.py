@@ -27,7 +27,6 @@ MATCHERS = (
 """Begin of each query in a text"""
 THIS_RUN = "%[1]s"
 """In a query for culprits, the matchers of the alert's run"""
-NUMBER = '{{ printf "%.3g" $v }}'
 TIMES = '{{ printf "%.2f" $v }} times'
 SHARE = "{{ $v | humanizePercentage }}"
 DURATION = "{{ $v | humanizeDuration }}"
@@ -53,7 +52,7 @@ class Culprits:
     """
 
     query: str
-    show: str = NUMBER
+    show: str
     about: str = "Worst"
     named: bool = True
     """Whether they are ranks, to be named with node and pod; else ``show`` names them"""
@@ -148,8 +147,6 @@ class Alert:
     """More of them, by other queries"""
     of_run: bool = True
     """False for an alert about an exporter or a machine: its labels and summary name that"""
-    dashboard: str = "torchobs-run"
-    keep_firing_for: str = WINDOW
     worst: str = f"max {promql.BY_RUN}"
     """Aggregation to the alert's labels"""
     wait: str = "0s"
@@ -159,12 +156,12 @@ class Alert:
         """Return the rule as Prometheus reads it."""
         links = {"runbook_url": f"{values.runbooks}/{self.alert}.md"}
         if self.of_run and values.grafana_url:
-            links = {"dashboard_url": dashboard(values.grafana_url, self.dashboard), **links}
+            links = {"dashboard_url": dashboard(values.grafana_url, "torchobs-run"), **links}
         return {
             "alert": self.alert,
             "expr": values.filled(self._aggregated()),
             "for": self.wait,
-            "keep_firing_for": self.keep_firing_for,
+            "keep_firing_for": WINDOW,
             "labels": {"severity": values.severities.get(self.alert, self.severity)},
             "annotations": {
                 "summary": f"{RUN} {self.summary}" if self.of_run else self.summary,

@@ -23,8 +23,7 @@ _MOST = 1e9
 Share = Annotated[float, Meta(gt=0.0, lt=1.0)]
 Ratio = Annotated[float, Meta(gt=1.0, le=_MOST)]
 """Relative to the usual, which is 1"""
-Count = Annotated[float, Meta(gt=0.0, le=_MOST)]
-Seconds = Annotated[float, Meta(gt=0.0, le=_MOST)]
+Positive = Annotated[float, Meta(gt=0.0, le=_MOST)]
 Address = Annotated[str, Meta(pattern="^(https?://.|$)")]
 """An address for a browser, or nothing"""
 
@@ -54,22 +53,22 @@ class Thresholds(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Step time relative to the run's best: half as long again wastes a third of the machines' time"""
     straggler: Ratio = 1.5
     """Step time of a rank relative to its peers', both without waiting"""
-    time_to_limit_s: Seconds = 4 * 3600
+    time_to_limit_s: Positive = 4 * 3600
     """Growing memory is extrapolated to at most 60 times its observed length (`torchobs/detect/growth.py`), so that four hours
     were observed for at least four minutes; and four hours suffice to let the run reach a checkpoint."""
-    lived_s: Seconds = 600
+    lived_s: Positive = 600
     """A run that lived for less in its last hour wakes nobody up when it fails (`TorchobsRankFailed` reports it), and one that
     did so in its last day wastes no machine"""
-    restarts: Count = 3
+    restarts: Positive = 3
     """Restarts of a rank within fifteen minutes"""
-    recompiles: Count = 16
+    recompiles: Positive = 16
     """Recompilations within ten minutes, of all functions. torch stops at 8 for one function
     (`torch._dynamo.config.recompile_limit`); a model with a dynamic size has a handful in its first minutes."""
-    skipped: Count = LEAST_SKIPPED
+    skipped: Positive = LEAST_SKIPPED
     """Steps that a loss scaler skips. It starts at 2^16 and halves at each: 16 reduce it to 1, a starting job may need some."""
-    checkpoint_cadences: Count = 3
+    checkpoint_cadences: Positive = 3
     """A checkpoint is overdue after this many times the run's own usual interval"""
-    no_checkpoint_s: Seconds = 6 * 3600
+    no_checkpoint_s: Positive = 6 * 3600
     """A run of this age should have saved something"""
     fragmented: Share = 0.2
     """Share of the reserved device memory in inactive split blocks, while allocations are retried"""
