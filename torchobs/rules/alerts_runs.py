@@ -286,7 +286,7 @@ def _goodput() -> Alert:
         summary="makes poor use of its machines.",
         description=(
             'It loses machine time {{ $value | printf "%.0f" }} times as fast as the objective of '
-            "@goodput_percent@% productive time allows: to restarts, waiting, evaluation or compilation."
+            "@goodput_percent@% productive time allows: to restarts, time without a rank, waiting, evaluation or compilation."
         ),
         culprits=Culprits(
             f"{states} / on ({ONE_RUN}) group_left () sum {BY_RUN} ({used}) > {LEAST_SHARE:g}",
@@ -362,8 +362,8 @@ RANKS = Group(
             "TorchobsRanksMissing",
             lasting(recorded.MISSING, "> 0", ABSENT, ONE_RUN),
             "is missing ranks.",
-            '{{ printf "%.0f" $value }} of its ranks have not been seen for ten minutes, while others are alive: they never '
-            "started, or their exporter does not answer. Check the machines that are not listed here.",
+            f"{amount('of its ranks has', 'of its ranks have')} not been seen for ten minutes, while others are alive: never "
+            "started, or behind an exporter that does not answer. Check the machines that are not listed here.",
             culprits=Culprits(
                 f"count by ({ONE_RUN}, instance, pod) ({select(catalog.RANK_UP, THIS_RUN)} == 1)",
                 f'{{{{ printf "%.0f" $v }}}} at {AT}',
@@ -381,8 +381,8 @@ RANKS = Group(
             last_over_time({recorded.LEFT}[{recorded.GONE}]) > 0
             """,
             "is no longer seen.",
-            'When it was last scraped, {{ printf "%.0f" $value }} of its ranks were alive, and none has reported its end. '
-            "Either the machines are gone, or Prometheus does not reach the exporters: look at its targets first.",
+            f"When it was last scraped, {amount('of its ranks was', 'of its ranks were')} alive, and none has reported its "
+            "end. Either the machines are gone, or Prometheus does not reach the exporters: look at its targets first.",
             wait=WATCHED,
         ),
     ),
