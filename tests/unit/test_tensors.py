@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import gc
-import time
+import sys
 from collections import UserDict
 from dataclasses import dataclass
 from functools import partial
-from threading import Event, Thread
-from types import SimpleNamespace
+from types import FrameType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -122,34 +121,31 @@ def test_objects_of_a_class_and_of_those_that_inherit_from_it_are_found() -> Non
 )
 def test_a_look_at_all_objects_breaks_nothing_that_other_threads_are_building(look: Callable[[], Any]) -> None:
     """``tuple(...)`` raises ``SystemError`` in CPython where anything else refers to the tuple: the training would fail."""
-    errors, built, looked = list[SystemError](), 0, Event()
+    unfinished = ([torch.zeros(1) for _ in range(40)],)  # references to them are objects that let a collection begin
+    switches, before = list[bool](), (sys.gettrace(), gc.get_threshold())
+    referrers = sys.getrefcount(unfinished)
 
-    def build() -> None:
-        nonlocal built
-        while not looked.is_set():
-            try:
-                built += len(tuple(number for number in range(30)))
-            except SystemError as error:
-                errors.append(error)
+    def switch(frame: FrameType, *_: object) -> Callable[..., Any]:
+        """Where Python code runs, another thread may: in the look itself, and in finalizers and callbacks of a collection."""
+        frame.f_trace_opcodes = True
+        switches.append(sys.getrefcount(unfinished) > referrers)
+        return switch
 
     def called(*_: object) -> None:
-        time.sleep(1e-4)  # as code of Python's does that a collection runs: finalizers, callbacks of a library
+        """As code of Python's does that a collection runs."""
 
     look()  # its imports would collect garbage at each twentieth object
-    thread, before = Thread(target=build), gc.get_threshold()
     gc.callbacks.append(called)
     gc.set_threshold(20)  # so that one begins in each look, if it may
-    thread.start()
+    sys.settrace(switch)
     try:
-        for _ in range(8):  # three of four did harm when they held the list
-            look()
+        look()
     finally:
-        looked.set()
-        thread.join()
+        sys.settrace(before[0])
         gc.callbacks.remove(called)
-        gc.set_threshold(*before)
-    assert built
-    assert not errors
+        gc.set_threshold(*before[1])
+    assert switches
+    assert not any(switches)
 
 
 class _Merging(nn.Linear):
