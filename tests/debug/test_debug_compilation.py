@@ -29,6 +29,15 @@ class Branching(nn.Module):
         return out
 
 
+class GivenUp(nn.Linear):
+    """Breaks the graph within a loop: torch leaves all of its forward pass to Python."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(2):
+            torch._dynamo.graph_break()
+        return super().forward(x)
+
+
 def test_a_model_in_one_graph() -> None:
     """No break; guards are counted by what they check; random state and batch norm's buffers are what they were."""
     model, x = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout()), torch.randn(6, 4)
@@ -50,6 +59,10 @@ def test_a_break_is_told_with_its_line_and_its_kind() -> None:
     assert (check.full_graph, check.graphs, len(check.breaks)) == (False, 2, 1)
     assert check.breaks[0].kind == "data_dependent"
     assert f"{__file__}:" in check.breaks[0].location
+    for model, batch, place in ((nn.LSTM(4, 4), torch.ones(2, 3, 4), "LSTM"), (GivenUp(4, 4), torch.ones(6, 4), __file__)):
+        check = debug.explain_compile(model, batch)
+        assert (len(check.breaks), check.breaks[0].location.split(":")[0], check.full_graph) == (1, place, False)
+        assert "the first batch" not in {row.call for row in check.recompiles}
 
 
 def test_a_constant_that_changes_is_named_as_what_recompiles() -> None:

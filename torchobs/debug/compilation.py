@@ -12,7 +12,7 @@ import torch
 from torchobs.catalog.findings import RECOMPILE_REMEDIES
 from torchobs.debug.findings import record_findings
 from torchobs.debug.tensors import require_model
-from torchobs.probes.compile import read_break, read_failure, read_guard
+from torchobs.probes.compile import read_break, read_guard
 from torchobs.runtime.session import current
 from torchobs.support.result import Checked, Problem, Result
 from torchobs.tensors.batches import FAILURES, batch_sizes, call, first_line, raised_by
@@ -32,7 +32,7 @@ class GraphBreak(Result):
     """``data_dependent``, ``call`` or ``other``"""
     reason: str
     location: str
-    """file:line of the user's code"""
+    """file:line of the user's code; the model's class if it is the model's call"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +93,7 @@ def explain_compile(model: Any, batch: Any, *, more_batches: Sequence[Any] = ())
     model, name = getattr(model, "_orig_mod", model), type(model).__name__
     import torch._dynamo
 
-    recompiles = list[Recompile]()
+    breaks, recompiles = list[GraphBreak](), list[Recompile]()
     with state_kept(model), _on_trial():
         try:
             explained, error = call(torch._dynamo.explain(model), batch), None  # torch's documented name
@@ -101,11 +101,12 @@ def explain_compile(model: Any, batch: Any, *, more_batches: Sequence[Any] = ())
             explained, error = None, first_line(raised)
         by = "model" if error is not None and raised_by(model, batch) is not None else "compiler"
         if explained is not None:
-            recompiles, error = _recompiles(model, batch, more_batches)
+            breaks = _breaks(explained.break_reasons)
+            error = _call_variants(model, batch, more_batches, breaks, recompiles)
         torch._dynamo.reset()  # what was compiled here counts towards no limit
-    breaks, guards, graphs, operators = tuple[GraphBreak, ...](), dict[str, int](), 0, 0
+    guards, graphs, operators = dict[str, int](), 0, 0
     if explained is not None:
-        breaks, graphs, operators = _breaks(explained.break_reasons), explained.graph_count, explained.op_count
+        graphs, operators = explained.graph_count, explained.op_count
         guards = dict(Counter(guard.create_fn_name().lower() for guard in explained.out_guards or ()))
     texts = [("graph_break", row.location, f"graph break: {row.reason}") for row in breaks]
     for row in recompiles:
@@ -114,7 +115,7 @@ def explain_compile(model: Any, batch: Any, *, more_batches: Sequence[Any] = ())
             texts.append(("recompile", row.function, text))
     texts += [("compile_error", name, f"the {by} raised {error}")] if error is not None else []
     return CompileCheck(
-        model=name, graphs=graphs, operators=operators, full_graph=graphs == 1 and not breaks, breaks=breaks,
+        model=name, graphs=graphs, operators=operators, full_graph=graphs == 1 and not breaks, breaks=tuple(breaks),
         recompiles=tuple(recompiles), guards=guards, error=error, problems=record_findings("explain_compile", texts),
     )  # fmt: skip
 
@@ -133,15 +134,17 @@ def _on_trial() -> Iterator[None]:
             hook.notify(False)  # noqa: FBT003  # as above
 
 
-def _recompiles(model: Any, batch: Any, more_batches: Sequence[Any]) -> tuple[list[Recompile], str | None]:
-    """Return what each variant of the call compiles anew, and the first error of the compiler."""
+def _call_variants(
+    model: Any, batch: Any, more_batches: Sequence[Any], breaks: list[GraphBreak], recompiles: list[Recompile]
+) -> str | None:
+    """Add where torch gives up a function, and what each variant of the call compiles anew; return the first error."""
     from torch._dynamo.utils import get_compilation_metrics
 
     def call_model(*args: Any, **kwargs: Any) -> Any:
         return model(*args, **kwargs)
 
     compiled: Any = torch.compile(call_model, backend="eager")
-    rows, first_error = list[Recompile](), None
+    first_error = None
     before = {id(record) for record in get_compilation_metrics()}
     for what, other, grad, ours in _variants(batch, more_batches):
         with torch.set_grad_enabled(grad):
@@ -153,15 +156,17 @@ def _recompiles(model: Any, batch: Any, more_batches: Sequence[Any]) -> tuple[li
             continue  # it takes no other size, or differentiates in its forward pass: nobody will call it so
         for record in fresh:
             # the function that calls the model is ours: what is compiled there is the model
-            name = type(model).__name__ if record.co_filename == __file__ else record.co_name or ""
+            name = type(model).__name__ if record.co_filename in {__file__, None} else record.co_name or ""
             if record.recompile_reason:
                 guard = read_guard(record.recompile_reason)
-                rows.append(Recompile(what, name, guard.kind, guard.expression, RECOMPILE_REMEDIES[guard.kind]))
-            elif record.fail_type:
-                failure = read_failure(record.fail_type, record.fail_reason or "")
-                rows.append(Recompile(what, name, "other", failure, RECOMPILE_REMEDIES["other"]))
+                recompiles.append(Recompile(what, name, guard.kind, guard.expression, RECOMPILE_REMEDIES[guard.kind]))
+            elif record.fail_type and error is None:  # it runs eagerly
+                file, line = record.fail_user_frame_filename, record.fail_user_frame_lineno
+                location = name if file in {__file__, None} else f"{file}:{line}"
+                if location not in {row.location for row in breaks}:
+                    breaks.append(GraphBreak(*read_break(record.fail_reason or record.fail_type), location))
         first_error = first_error or error
-    return rows, first_error
+    return first_error
 
 
 def _variants(batch: Any, more: Sequence[Any]) -> Iterator[tuple[str, Any, bool, bool]]:
@@ -180,10 +185,9 @@ def _variants(batch: Any, more: Sequence[Any]) -> Iterator[tuple[str, Any, bool,
     yield _EVALUATION, batch, False, True
 
 
-def _breaks(reasons: Sequence[Any]) -> tuple[GraphBreak, ...]:
+def _breaks(reasons: Sequence[Any]) -> list[GraphBreak]:
     rows = []
     for reason in reasons:
-        place = reason.user_stack[-1] if reason.user_stack else None
-        location = f"{place.filename}:{place.lineno}" if place is not None else ""
+        location = "".join(f"{frame.filename}:{frame.lineno}" for frame in reason.user_stack[-1:])
         rows.append(GraphBreak(*read_break(reason.reason), location))
-    return tuple(dict.fromkeys(rows))
+    return list(dict.fromkeys(rows))

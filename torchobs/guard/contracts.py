@@ -330,9 +330,8 @@ def _as_tuple(dtype: Any) -> tuple[Any, ...]:
 
 
 def _is_dtype(dtype: torch.dtype, kind: torch.dtype | str) -> bool:
-    is_number = dtype.is_floating_point or dtype.is_complex
     kinds = {"floating": dtype.is_floating_point, "complex": dtype.is_complex, "bool": dtype is torch.bool}
-    kinds["integer"] = not is_number and dtype is not torch.bool
+    kinds["integer"] = not any(kinds.values())
     return kinds[kind] if isinstance(kind, str) else dtype is kind
 
 

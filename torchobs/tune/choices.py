@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from torchobs.support.result import Result
+from torchobs.support.text import size
 from torchobs.tensors.batches import FAILURES, first_line
 from torchobs.tune import techniques
 
@@ -157,15 +158,11 @@ def _within_budget(request: Request, blocks: list[nn.Module], budget: int) -> Re
     kept = techniques.Kept(request.model, request.example, blocks)
     chosen, most = techniques.recomputed(kept, budget)
     if not chosen:
-        return f"activations take {_mib(kept.total)}, and {_mib(budget)} are allowed"
-    missed = f"; the budget of {_mib(budget)} is not reached" if most > budget else ""
+        return f"activations take {size(kept.total)}, and {size(budget)} are allowed"
+    missed = f"; the budget of {size(budget)} is not reached" if most > budget else ""
     count = f"{len(chosen)} of {len(blocks)} blocks"
-    reason = f"recompute the activations of {count}: {_mib(most)} at most instead of {_mib(kept.total)}{missed}"
+    reason = f"recompute the activations of {count}: {size(most)} at most instead of {size(kept.total)}{missed}"
     return reason, techniques.Checkpointing([blocks[index] for index in chosen])
-
-
-def _mib(size: int) -> str:
-    return f"{size / 2**20:.4g} MiB"
 
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
