@@ -15,8 +15,10 @@ from torch.nn import functional
 from tests.diagnosis.observing import Look, Observed, observe
 from tests.diagnosis_files import fact, origin_told
 from torchobs import catalog
+from torchobs.probes.nonfinite import forward
+from torchobs.probes.nonfinite import origin as words
 from torchobs.probes.nonfinite.backward import likely_node
-from torchobs.probes.nonfinite.origin import OVER_NOTHING, GraphTracer, NonfiniteOrigin, user_frames
+from torchobs.probes.nonfinite.origin import GraphTracer, NonfiniteOrigin, user_frames
 from torchobs.tensors.graph import read_graph
 
 AT = 5
@@ -242,9 +244,9 @@ def entropy(**settings: Any) -> Loss:
         (entropy(label_smoothing=0.1), "nll_loss", IGNORED),
         (lambda y, t, _: functional.cross_entropy(y.view(1, 4, 7).transpose(1, 2), t.view(1, 4)), "nll_loss2d", IGNORED),
         (lambda y, t, _: functional.cross_entropy(y, t * 0, ignore_index=0), "nll_loss", "are ignored (ignore_index=0)"),
-        (lambda y, t, m: functional.cross_entropy(y[m], t[m]), "nll_loss", OVER_NOTHING),
-        (lambda y, _, m: y[m].mean(), "mean", OVER_NOTHING),
-        (lambda y, _, m: functional.mse_loss(y[m], torch.zeros(0, 7)), "mse_loss", OVER_NOTHING),
+        (lambda y, t, m: functional.cross_entropy(y[m], t[m]), "nll_loss", words.OVER_NOTHING),
+        (lambda y, _, m: y[m].mean(), "mean", words.OVER_NOTHING),
+        (lambda y, _, m: functional.mse_loss(y[m], torch.zeros(0, 7)), "mse_loss", words.OVER_NOTHING),
     ],
 )
 def test_a_mean_over_nothing_is_named_as_that(loss: Loss, operator: str, why: str) -> None:
@@ -255,6 +257,28 @@ def test_a_mean_over_nothing_is_named_as_that(loss: Loss, operator: str, why: st
     assert why in origin.note
     assert why in origin.sentence()
     assert origin.parameter == ("tags" if "(tags)" in why else "")
+
+
+TAGS = torch.arange(4)
+FLOAT16: dict[str, tuple[Callable[[nn.Linear, torch.Tensor], torch.Tensor], tuple[str, str, str]]] = {
+    "product": (lambda head, x: entropy()(head(x * 3e3), TAGS, x), ("operator", "addmm", words.BEYOND_FLOAT16)),
+    "unread": (lambda head, x: entropy()(head(x * 3e3), TAGS, x), ("unknown", "log_softmax", words.UNREAD)),
+    "cast": (lambda head, x: head(head.weight[:4] * x * 1e6).sum(), ("operator", "to_copy", words.BEYOND_FLOAT16)),
+    "input": (lambda head, x: (x := x * 1e5, head(x).float().sum())[1], ("input", "addmm", words.CAST)),
+    "divisor": (lambda head, x: head(x)[:0].sum() / torch.zeros(()), ("operator", "div", words.BY_ZERO)),
+}
+
+
+@pytest.mark.parametrize("case", FLOAT16)
+def test_what_overflows_is_named_and_not_the_loss_that_shows_it(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Promise: what a loss has not kept is computed again, casts included; if it is too large, nothing is called its birth."""
+    loss, named = FLOAT16[case]
+    monkeypatch.setattr(forward, "_MOST_ELEMENTS", 0 if case == "unread" else 1 << 26)
+    head = nn.Linear(8, 8)
+    head.weight.data.fill_(1.0)
+    with torch.autocast("cpu", dtype=torch.float16):
+        origin = origin_of(loss(head, torch.full((4, 8), 2.0) * TAGS[:, None]))
+    assert (origin.kind, origin.operator, origin.note) == named
 
 
 class Attention(nn.Module):

@@ -11,6 +11,7 @@ import pytest
 from tests.diagnosis_files import PACE, PHASES, START_S, fact, facts, origin_told, step, steps, told
 from torchobs import catalog
 from torchobs.catalog import RANK_STATES
+from torchobs.catalog.findings import OTHER_RANKS
 from torchobs.detect.hangs import Standstill
 from torchobs.diagnosis.diagnosis import diagnose_run
 from torchobs.diagnosis.endings import compare, first_failed
@@ -299,7 +300,9 @@ ORIGINS: dict[str, dict[str, str]] = {
     "The NaN or infinity of step 7 was born in log in blocks.3 (": {**REGION, "origin": "operator", "operator": "log"},
     "infinity of step 7 appeared inside compiled region blocks.3 (train.py:9). Run `debug.trace_nan(": REGION,
     "inside the backward pass of a checkpointed region. Run": {"origin": "backward", "operator": "checkpoint_function"},
-    "began was not found: it passed sqrt in blocks.3 (train.py:9); on a": {**REGION, "operator": "sqrt", "note": "on a"},
+    "found: it was first seen after sqrt in blocks.3 (train.py:9); on a": {**REGION, "operator": "sqrt", "note": "on a"},
+    "if on this rank, most likely in the derivative of sqrt in blocks": {**REGION, "operator": "sqrt", "note": OTHER_RANKS},
+    "came with the input; it went into mm: in float16": {"origin": "input", "operator": "mm", "note": "in float16"},
     "0.weight and 5 more held the NaN or infinity of": {"origin": "unknown", "parameter": "0.weight", "note": "and 5 more"},
     "born in the derivative of sqrt, outside of any module. That derivative is": {"origin": "backward", "operator": "sqrt"},
     "step 7 came with the input x; it went into addmm.": {"origin": "input", "operator": "addmm", "parameter": "x"},

@@ -31,6 +31,8 @@ ORIGIN = "nonfinite_origin"
 """Prefix of the kinds about the origin of a NaN or an infinity"""
 _UNNAMED, _NAMELESS = "unnamed", "a parameter of no module"
 """A parameter that neither a module nor a variable holds (``probes.nonfinite.origin.UNNAMED``), and the words for it"""
+OTHER_RANKS = "gradients are averaged, and another rank may have had it first"
+"""Note of an origin among ranks that average their gradients"""
 _MORE = "[ It is past: the last {healthy:,} steps were healthy.][ The same goes for {alike:more rank}.]"
 """Follows a finding from which the training has recovered, and one that stands for equal ones of other ranks"""
 _CONDITION = re.compile(r"(\w+)([?!])")
@@ -510,9 +512,9 @@ past_anomalies info
 nonfinite_parameters error source=torchobs.nonfinite.rest
     short: {parameter} holds NaN or infinity[ on {where}], and was not found to be finite since.
 nonfinite_origin_input error source=torchobs.nonfinite.origin key=input
-    short: The input[ {parameter}] holds NaN or infinity[, in sample {sample:,}].
+    short: The input[ {parameter}] [note?is infinite in float16][note!holds NaN or infinity][, in sample {sample:,}].
     long: The NaN or infinity[ of step {step:,}] came with the input[ {parameter}][, in sample {sample:,}]; it went into
-      {operator}[ in {module}][ ({location})].
+      {operator}[ in {module}][ ({location})][: {note}].
 nonfinite_origin_parameter error source=torchobs.nonfinite.origin key=parameter
     short: {holder} [several?hold][several!holds] NaN or infinity.
     long: {holder} held the NaN or infinity[ of step {step:,}] already; what made [several?them][several!it] so was not seen.
@@ -534,9 +536,10 @@ nonfinite_origin_region error
     long: The NaN or infinity[ of step {step:,}] appeared inside [backward?the backward pass of ][module!a ]{region}[ {module}][
       ({location})][note? or a later one]. Run `debug.trace_nan(model, batch)`.
 nonfinite_origin_unknown error source=torchobs.nonfinite.origin key=unknown
-    short: Where NaN or infinity begins was not found[: it passes {operator}][ in {module}][ ({location})].
-    long: Where the NaN or infinity[ of step {step:,}] began was not found[: it passed {operator}][ in {module}][
-      ({location})][; {note}].
+    short: Where NaN or infinity begins was not found[averaged?: if on this rank, most likely in the derivative of
+      {operator}][averaged!: it is first seen after {operator}][ in {module}][ ({location})].
+    long: Where the NaN or infinity[ of step {step:,}] began was not found[averaged?: if on this rank, most likely in the
+      derivative of {operator}][averaged!: it was first seen after {operator}][ in {module}][ ({location})][; {note}].
 zero_learning_rate warning
     short: The learning rate is 0[all? in all steps][ from step {since:,}][before? or before][since? on].
     long: The learning rate was 0[all? in all steps][ from step {since:,}][before? or before][since? on]: {steps:step} changed
@@ -672,6 +675,7 @@ def origin_of(attributes: Mapping[str, object], step: int | None = None) -> Find
         values["infinite"] = next((where for where, names in INFINITE_DERIVATIVES.items() if operator in names), None)
     elif origin == "unknown" and not operator and values["parameter"]:
         origin = "parameter"
+    values["averaged"] = values["note"] == OTHER_RANKS
     name, more = values["parameter"], values["note"] if origin == "parameter" else None
     if name:
         values["parameter"] = _NAMELESS if name == _UNNAMED else name

@@ -81,6 +81,11 @@ def size_of(node: Any, index: int = 0) -> list[int]:
     return list(results[index].shape) if index < len(results) else []
 
 
+def type_of(node: Any) -> Any:
+    """Return the type of the elements of a node's first result; ``None`` if unknown."""
+    return next((getattr(result, "dtype", None) for result in getattr(node, "_input_metadata", ())), None)
+
+
 def accumulator_of(parameter: Any) -> Any:
     """Return the node that adds to a leaf's gradient; ``None`` if it gets none. It lives as long as it or a graph is held."""
     with torch.enable_grad():

@@ -7,6 +7,7 @@ itself: a softmax that gives NaN of it is.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from torchobs.tensors.graph import OPAQUE, size_of
+from torchobs.tensors.graph import OPAQUE, size_of, type_of
 from torchobs.tensors.values import Condition, condition
 
 if TYPE_CHECKING:
@@ -54,10 +55,13 @@ RESHAPING = frozenset({
 MASKABLE = frozenset({"softmax", "log_softmax", "logsumexp", "scaled_dot_product_attention"})
 """Operators for which negative infinity is a mask, and that give NaN if everything is masked"""
 
-ADDITIVE = frozenset({"add", "sub", "rsub"})
+ADDITIVE = frozenset({"add", "sub", "rsub", "addmm", "baddbmm"})
 
 CHOOSING = frozenset({"cat", "stack", "where", "maximum", "minimum"})
 """Operators of several tensors that only choose among their elements"""
+
+_HARMLESS = PASSING | CHOOSING | ADDITIVE | {"masked_fill"}
+"""Operators that make nothing of ordinary finite values but what they are given by a constant: a mask"""
 
 LONGEST_S = 5.0
 """Time after which nothing is recomputed; then kept values alone decide"""
@@ -99,17 +103,15 @@ class ForwardTrace:
         self._conditions: dict[tuple[GraphNode, int], Condition] = {}
         self._values: dict[tuple[GraphNode, int], Any] = {}
         self._names = {node: argument_names(node) for node in nodes if node.parameter is None}
-        self._uses: dict[GraphNode, int] = {}
+        self._uses = Counter(producer for node in nodes for producer in {producer for producer, _ in node.inputs})
         self._outputs: dict[GraphNode, set[int]] = {}
         self._guessed: set[GraphNode] = set()
-        """Sums with a constant that was not kept, taken for 0"""
+        """Sums with a constant that was not kept, taken for 0, and what is computed of them"""
         self._at_birth: dict[GraphNode, dict[str, Any]] = {}
         for node in nodes:
             for producer, index in node.inputs:
                 if producer is not None:
                     self._outputs.setdefault(producer, set()).add(index)
-            for producer in {producer for producer, _ in node.inputs if producer is not None}:
-                self._uses[producer] = self._uses.get(producer, 0) + 1
         self._take_kept()
         for node in nodes:
             self._judge(node)
@@ -127,28 +129,37 @@ class ForwardTrace:
     def _judge(self, node: GraphNode) -> None:
         if node.parameter is not None:
             self._values[node, 0] = node.parameter
+        elif (node, 0) not in self._values and 0 in (size := size_of(node.function)):
+            self._values[node, 0] = torch.empty(size, dtype=type_of(node.function))
         elif (node, 0) not in self._values and monotonic() < self._until_s:
-            constants = [name for name, edge in zip(self._names[node], node.inputs, strict=False) if edge[0] is None]
-            results = compute(node, self.operands(node), constants if node.builtin in ADDITIVE else ())
-            if constants and node.builtin in ADDITIVE:
+            constants = self._constants(node) if node.builtin in ADDITIVE else []
+            results = compute(node, self.operands(node), constants)
+            if constants:
                 self._guessed.add(node)
-            for index, value in enumerate(results if isinstance(results, (tuple, list)) else [results] * (results is not None)):
+            for index, value in enumerate(results):
                 self._values.setdefault((node, index), value)
+            if results and any(producer in self._guessed for producer, _ in node.inputs):
+                self._guessed.add(node)
         outputs = self._outputs.get(node, {0}) | ({0} if (node, 0) in self._values else set())
         for index in outputs:
             state = condition(self._values.get((node, index)))
-            if node.builtin == "mean" and is_mean_of_nothing(node):
-                state = Condition.BAD
             self._conditions[node, index] = self._inherited(node) if state is Condition.UNKNOWN else state
         if len(self._at_birth) < _MOST_BIRTHS and self._begins(node, outputs):
             self._at_birth[node] = self.operands(node)
         self._release(node)
 
+    def _constants(self, node: GraphNode) -> list[str]:
+        """Return the operands without a gradient that a sum or a choice has passed on."""
+        if node.builtin not in ADDITIVE | CHOOSING:
+            return []
+        named = zip(self._names.get(node, ()) or [""] * len(node.inputs), node.inputs, strict=False)
+        return [name for name, (producer, _) in named if producer is None and not name.startswith(("mat", "batch"))]
+
     def _inherited(self, node: GraphNode) -> Condition:
         """Return the condition that follows from the operands for an unknown result."""
         states = {self.get(edge) if edge[0] is not None else Condition.UNKNOWN for edge in node.inputs}  # type: ignore[arg-type]  # checked
-        kept = len(states) == 1 and (node.builtin in RESHAPING or (node.builtin in PASSING and states == {Condition.FINITE}))
-        return states.pop() if kept else Condition.UNKNOWN
+        passes = node.builtin in PASSING and not _narrows(node) if states == {Condition.FINITE} else node.builtin in RESHAPING
+        return states.pop() if passes and len(states) == 1 else Condition.UNKNOWN
 
     def _begins(self, node: GraphNode, outputs: Iterable[int]) -> bool:
         """Return whether the node may have produced non-finite values from finite ones."""
@@ -188,16 +199,25 @@ class ForwardTrace:
             following = self._origins(node)
             if not operands and not following:
                 # an operand without a gradient that was not kept: a sum or a choice makes none of finite ones
-                chooses = node.builtin in ADDITIVE | CHOOSING and any(producer is None for producer, _ in node.inputs)
-                constant = chooses or node in self._guessed
+                chooses = bool(self._constants(node))
                 if (node.is_python or node.operator in OPAQUE) and any(producer is None for producer, _ in node.inputs):
                     yield Birth(node, certain=False, operand=self._result(node, result), is_unseen=True)
                 else:
-                    yield Birth(node, certain, result if constant else None, is_constant=constant)
+                    certain = certain and (not self._may_be_older(node) or self._is_proven(node))
+                    yield Birth(node, certain, result if chooses else None, is_constant=chooses)
             for origin, sure in following:
                 if origin not in visited:
                     visited.add(origin)
                     waiting.append((origin, certain and sure, self._kept_result(node, origin, result)))
+
+    def _may_be_older(self, node: GraphNode) -> bool:
+        """Return whether an operator before the node, of unknown result, may have made what is not finite in its own."""
+        before = [producer for producer, index in node.inputs if self._is_unread(producer, index)]
+        return any(maker.builtin not in _HARMLESS or _narrows(maker) for maker in self._unread(before))
+
+    def _is_proven(self, node: GraphNode) -> bool:
+        """Return whether the operator makes such values of what is left of its operands."""
+        return any(condition(value) is Condition.BAD for value in compute(node, self.operands(node)))
 
     def _kept_result(self, node: GraphNode, producer: GraphNode, before: Any) -> Any:
         """Return the producer's result as the node has kept it, or else a later form of it."""
@@ -250,9 +270,7 @@ class ForwardTrace:
 
         There is a non-finite value, or (unless ``only_bad``) an operator that makes NaN of finite values.
         """
-        waiting, visited = [node], {node}
-        while waiting:
-            current = waiting.pop()
+        for current in self._unread([node]):
             has_names = current.parameter is not None or (self._names.get(current) and not current.is_python)
             if not only_bad and (current.builtin in STRONG or not has_names):
                 return True
@@ -261,11 +279,20 @@ class ForwardTrace:
                 return True
             if any(True for _ in self._bad_constants(current)):
                 return True
-            for producer, index in current.inputs:
-                if producer is not None and producer not in visited and self.get((producer, index)) is Condition.UNKNOWN:
-                    visited.add(producer)
-                    waiting.append(producer)
         return False
+
+    def _is_unread(self, producer: GraphNode | None, index: int) -> bool:
+        return producer is not None and (producer in self._guessed or self.get((producer, index)) is Condition.UNKNOWN)
+
+    def _unread(self, waiting: list[Any]) -> Iterator[GraphNode]:
+        """Yield these nodes, and those before them that are reached by unknown results alone."""
+        visited = set(waiting)
+        while waiting:
+            current = waiting.pop()
+            yield current
+            fresh = {producer for producer, index in current.inputs if self._is_unread(producer, index)} - visited
+            visited |= fresh
+            waiting += fresh
 
 
 def first_birth(nodes: Sequence[GraphNode], root: GraphNode, *, earliest: bool) -> tuple[Birth, dict[str, Any]]:
@@ -284,32 +311,17 @@ def first_birth(nodes: Sequence[GraphNode], root: GraphNode, *, earliest: bool) 
     return birth, trace.operands(birth.node)
 
 
-def _without_memory(value: Any) -> Any:
-    if isinstance(value, (list, tuple)):
-        return [_without_memory(item) for item in value]
-    return torch.empty_like(value, device="meta") if isinstance(value, torch.Tensor) else value
-
-
-def _elements(value: Any) -> int:
-    if isinstance(value, (list, tuple)):
-        return sum(map(_elements, value))
-    numel = getattr(value, "numel", None)
-    return int(numel()) if numel is not None else 0
+def _narrows(node: GraphNode) -> bool:
+    """Return whether it is a cast to float16, in which 65,520 is infinity."""
+    return node.builtin == "to_copy" and type_of(node.function) is torch.float16
 
 
 @lru_cache(maxsize=512)
 def overloads(operator: str) -> tuple[Any, ...]:
     """Return the overloads of an aten operator that make new tensors; its name may begin with an underscore."""
-    matches = []
-    for name in (operator, "_" + operator):
-        packet = getattr(torch.ops.aten, name, None)
-        if packet is None:
-            continue
-        for overload_name in packet.overloads():
-            overload = getattr(packet, overload_name)
-            if not (overload._schema.is_mutable or any(argument.is_out for argument in overload._schema.arguments)):
-                matches.append(overload)
-    return tuple(matches)
+    packets = [getattr(torch.ops.aten, name, None) for name in (operator, "_" + operator)]
+    every = [getattr(packet, name) for packet in packets if packet is not None for name in packet.overloads()]
+    return tuple(x for x in every if not (x._schema.is_mutable or any(argument.is_out for argument in x._schema.arguments)))
 
 
 def argument_names(node: GraphNode) -> tuple[str, ...]:
@@ -355,8 +367,8 @@ def _kind(argument: Any) -> str:
     return str(argument.type).removeprefix("Optional[").removesuffix("]").replace("List[Tensor", _LIST)
 
 
-def compute(node: GraphNode, operands: Mapping[str, Any], stand_ins: Sequence[str] = ()) -> Any:
-    """Return the operator's result (a tensor, or a tuple of results); ``None`` if it cannot be computed.
+def compute(node: GraphNode, operands: Mapping[str, Any], stand_ins: Sequence[str] = ()) -> Sequence[Any]:
+    """Return the operator's results; empty if they cannot be computed.
 
     Args:
         node: the node.
@@ -365,48 +377,25 @@ def compute(node: GraphNode, operands: Mapping[str, Any], stand_ins: Sequence[st
     """
     overload = _overload(node)
     if overload is None or torch.Tag.nondeterministic_seeded in overload.tags or any(w in node.operator for w in _NOT_AGAIN):
-        return None
-    settings = node.settings()
-    positional: list[Any] = []
-    by_name: dict[str, Any] = {}
-    for argument in overload._schema.arguments:
-        name = argument.name
-        if name in operands:
-            value = operands[name]
-        elif name in settings:
-            value = settings[name]
-        elif name in stand_ins and _kind(argument) == _TENSOR:
-            value = torch.zeros(())
-        elif argument.has_default_value():
-            continue
-        else:
-            return None
-        if argument.kwarg_only or by_name or len(positional) < overload._schema.arguments.index(argument):
-            by_name[name] = value
-        else:
-            positional.append(value)
+        return ()
+    values: dict[str, Any] = {name: torch.zeros(()) for name in stand_ins}
+    values |= {"dtype": type_of(node.function), **node.settings(), **operands}  # a cast does not keep its argument
+    arguments = overload._schema.arguments
+    if not all(argument.name in values or argument.has_default_value() for argument in arguments):
+        return ()
     try:
+        results = node.function._input_metadata  # a small operand may become a large result
+        if sum(value.numel() for value in operands.values()) + sum(prod(result.shape) for result in results) > _MOST_ELEMENTS:
+            return ()
         with torch.no_grad(), torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
-            # a small operand may become a large result: its size is known without its memory
-            named = {name: _without_memory(value) for name, value in by_name.items()}
-            result = overload(*map(_without_memory, positional), **named)
-            if _elements(result) + sum(map(_elements, operands.values())) > _MOST_ELEMENTS:
-                return None
-            return overload(*positional, **by_name)
-    except (RuntimeError, IndexError, TypeError, ValueError, NotImplementedError):  # its arguments were others
-        return None
-
-
-def operand_shape(node: GraphNode, place: int = 0) -> list[int]:
-    """Return the shape of an operand; ``[1]`` if unknown."""
-    producer, index = node.inputs[place] if place < len(node.inputs) else (None, 0)
-    if producer is None:
-        return [1]
-    return list(producer.parameter.shape) if producer.parameter is not None else size_of(producer.function, index)
+            result = overload(**{argument.name: values[argument.name] for argument in arguments if argument.name in values})
+            return result if isinstance(result, (tuple, list)) else (result,)
+    except (AttributeError, RuntimeError, IndexError, TypeError, ValueError, NotImplementedError):  # its arguments were others
+        return ()
 
 
 def is_mean_of_nothing(node: GraphNode) -> bool:
     """Return whether a mean, or a loss with one, has elements though its operands with a gradient have none: each is NaN."""
-    places = [place for place, (producer, _) in enumerate(node.inputs) if producer is not None]
-    over_nothing = bool(places) and all(prod(operand_shape(node, place)) == 0 for place in places)
-    return over_nothing and prod(size_of(node.function)) != 0
+    operands = [(producer, index) for producer, index in node.inputs if producer is not None]
+    sizes = [x.parameter.shape if x.parameter is not None else size_of(x.function, index) for x, index in operands]
+    return bool(sizes) and not any(map(prod, sizes)) and prod(size_of(node.function)) != 0

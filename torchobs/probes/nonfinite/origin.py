@@ -6,19 +6,18 @@ A float16 is at most 65504, and a gradient may be larger though the loss itself 
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from torchobs.catalog.findings import origin_of
+from torchobs.catalog.findings import OTHER_RANKS, origin_of
 from torchobs.probes.nonfinite.backward import bad_gradients, likely_node
-from torchobs.probes.nonfinite.forward import Birth, first_birth, is_mean_of_nothing
+from torchobs.probes.nonfinite.forward import STRONG, Birth, first_birth, is_mean_of_nothing
 from torchobs.probes.nonfinite.locate import Locator, ModuleNames, Place, is_users, locals_of, memory_of
 from torchobs.support.process_group import is_shared
 from torchobs.support.result import Result
-from torchobs.tensors.graph import OPAQUE, GraphNode, read_graph
+from torchobs.tensors.graph import OPAQUE, GraphNode, read_graph, type_of
 from torchobs.tensors.names import roots
 from torchobs.tensors.statistics import TensorRow, statistics
 from torchobs.tensors.values import Condition, bad_elements, condition, explains, is_finite
@@ -30,11 +29,11 @@ if TYPE_CHECKING:
 OriginKind = Literal["input", "parameter", "operator", "backward", "overflow", "unknown"]
 UNSEEN = "not all inputs of this function were seen: it may have been given them, or have made them"
 """Reason for a function written in Python"""
+UNREAD = "what went into it was not kept, and may have held it already"
 LATER = "or a later one"
 """Reason for a compiled region that leads to another one: its results are unknown"""
 UNNAMED = "unnamed"
 """A parameter that neither a module nor a variable holds"""
-OTHER_RANKS = "on this rank or another: gradients are averaged"
 _MOST_INPUTS = 6
 _MOST_NAMED = 8
 _MOST_ITEMS = 64
@@ -42,8 +41,11 @@ SHARE_OF_STEP = 2
 """So many parameters, or more, are the result of a step with bad gradients, not one bad weight"""
 MASKED_ROW = (
     "a whole row of its result is NaN: every value of the row was masked (negative infinity: a sequence that is padding "
-    "alone), or a value had overflowed to infinity"
+    "alone), or a value was infinite or NaN already"
 )
+BEYOND_FLOAT16 = "its result is beyond 65,504, the largest number in float16"
+BY_ZERO = "it divides by 0"
+CAST = "in float16 numbers beyond 65,504 are infinite"
 OVER_NOTHING = "it is over nothing, since the batch, or what was selected of it, is empty, and the mean over none is NaN"
 NAME = "{name}"
 _SOFTMAX = frozenset({"softmax", "log_softmax"})
@@ -177,9 +179,8 @@ class GraphTracer:
             return self._operand(birth.operand, self.node, place, inputs, is_leaf=birth.is_leaf)
         if node.operator in OPAQUE:
             return self._within(node, place)
-        kind: OriginKind = "operator" if birth.certain or node.operator not in {"mean", "sum"} else "unknown"
-        origin = self._origin(kind, node, place, inputs, "")
-        return origin if kind == "unknown" else self._explained(origin, node)
+        origin = self._origin("operator" if birth.certain else "unknown", node, place, inputs, UNREAD)
+        return self._explained(origin, node) if birth.certain else origin
 
     def _explained(self, origin: NonfiniteOrigin, node: GraphNode) -> NonfiniteOrigin:
         """Return the origin with the reason why the operator produced such values, and the variable that explains it."""
@@ -189,13 +190,10 @@ class GraphTracer:
         return replace(origin, note=words.replace(NAME, f" ({name})" if name else ""), parameter=name)
 
     def _user_of(self, node: GraphNode) -> GraphNode:
-        """Return the operator that a view or cast of a parameter leads to."""
-        while self.locator.is_preparation(node):
-            following = next((n for n in self.nodes if any(producer is node for producer, _ in n.inputs)), None)
-            if following is None:
-                break
-            node = following
-        return node
+        """Return the operator that a cast, or a view of a parameter, leads to."""
+        users = [n for n in self.nodes if any(producer is node for producer, _ in n.inputs)]
+        is_passed = self.locator.is_preparation(node) or node.builtin == "to_copy"
+        return self._user_of(users[0]) if is_passed and users else node
 
     def gradients(self, bad: set[int]) -> NonfiniteOrigin | None:
         """Return the origin of non-finite gradients of these parameters (ids), of a finite loss."""
@@ -276,11 +274,13 @@ class GraphTracer:
         name, whole = _variable(tensor, self._named_variables())
         if not name and not whole.dim():
             return None
-        elements = bad_elements(whole)
+        is_cast = tensor.dtype is torch.float16 and not bool(tensor.isnan().any()) and (not name or is_finite(whole))
+        elements = bad_elements(tensor if is_cast else whole)
         sample = elements[0][0] if elements and elements[0] else None
         return NonfiniteOrigin(
-            "input", operator, place.module, place.kind, place.line, name, inputs, elements, sample, self._step, ""
-        )
+            "input", operator, place.module, place.kind, place.line, name, inputs, elements, sample, self._step,
+            CAST if is_cast else "",
+        )  # fmt: skip
 
 
 def _described(operands: dict[str, Any]) -> tuple[TensorRow, ...]:
@@ -296,13 +296,15 @@ def _variable(tensor: Any, variables: Iterable[tuple[str, Any]]) -> tuple[str, A
     for path, item in candidates:
         if item is whole or (pointer and memory_of(item) == pointer):
             return path, item
-    bad = ((path, item) for path, item in candidates if condition(item) is Condition.BAD)  # before it was copied, or cast
-    return next(bad, ("", whole))
+    bad = [(path, item) for path, item in candidates if condition(item) is Condition.BAD]  # before it was copied, or cast
+    if not bad and tensor.dtype is torch.float16:
+        casts = ((path, item) for path, item in candidates if item.is_floating_point() and item.numel() == tensor.numel())
+        bad = [(path, item) for path, item in casts if not is_finite(item.half())]
+    return next(iter(bad), ("", whole))
 
 
 def _models(frames: Sequence[FrameType]) -> list[Any]:
     """Return the modules in variables of the user's running functions, or in attributes of their ``self``."""
-    torch = sys.modules["torch"]
     values = []
     for frame in frames:
         variables = locals_of(frame)
@@ -313,7 +315,6 @@ def _models(frames: Sequence[FrameType]) -> list[Any]:
 
 def _tensors(name: str, value: Any) -> Iterator[tuple[str, Any]]:
     """Yield the tensors without a graph that a variable is or holds, by name: in a list, a dictionary, or a list of those."""
-    torch = sys.modules["torch"]
     for path, item in _items(name, value):
         for inner, tensor in _items(path, item) if type(item) is dict and item is not value else ((path, item),):
             plain = isinstance(tensor, torch.Tensor) and tensor.grad_fn is None and tensor.layout == torch.strided
@@ -333,10 +334,7 @@ def _items(name: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 def computes_in_float16(parameters: Iterable[Any], nodes: Iterable[GraphNode] = ()) -> bool:
     """Return whether parameters are float16, or results in the graph are, as under autocast."""
-    results = (x for node in nodes for x in getattr(node.function, "_input_metadata", ()))  # private: without it, False
-    return any(parameter.dtype is torch.float16 for parameter in parameters) or any(
-        getattr(result, "dtype", None) is torch.float16 for result in results
-    )
+    return torch.float16 in {*(parameter.dtype for parameter in parameters), *(type_of(node.function) for node in nodes)}
 
 
 def gradients_were_finite(bad: Sequence[Any], optimizers: Iterable[Any]) -> bool | None:
@@ -363,15 +361,17 @@ def cause_of(node: GraphNode) -> str:
         return words
     if node.builtin in _SOFTMAX:
         return MASKED_ROW if _has_masked_row(node) else ""
+    if node.builtin == "div" and (divisor := node.kept.get("other")) is not None and not bool(divisor.all()):
+        return BY_ZERO
+    if type_of(node.function) is torch.float16 and node.builtin not in STRONG:
+        return BEYOND_FLOAT16
     return OVER_NOTHING if is_mean_of_nothing(node) else ""
 
 
 def _ignored_targets(node: GraphNode) -> str:
     target, settings = node.kept.get("target"), node.settings()
-    if target is None or not target.numel() or settings.get("reduction") != _MEAN:
-        return ""
     ignored = settings.get("ignore_index")
-    if bool((target != ignored).any()):
+    if target is None or not target.numel() or settings.get("reduction") != _MEAN or bool((target != ignored).any()):
         return ""
     return (
         f"all {target.numel():,} targets of the batch{NAME} are ignored (ignore_index={ignored}), and the mean over none is NaN"
