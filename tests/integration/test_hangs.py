@@ -221,6 +221,8 @@ def test_who_has_left_the_loop_is_idle(run: Recording, monkeypatch: pytest.Monke
     namespace: dict[str, Any] = {}
     exec(compile("def barrier(look):\n    return look()\n", f"/{_COLLECTIVES_FILE}", "exec"), namespace)  # noqa: S102  # a frame of that file
     assert namespace["barrier"](lambda: doing(run)) == "other", "a last barrier that never ends is a hang like any other"
+    train_loop(1, lambda: run.writer.exit(1, 1))
+    assert doing(run) == "other", "an exception that unwinds the loop has not left it"
 
 
 class Stalls:

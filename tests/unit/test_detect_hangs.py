@@ -64,8 +64,6 @@ def test_nobody_is_named_without_evidence() -> None:
         among(at(10, "backward", "alive"), 8, r1=at(10, "data", "alive")),
         among(at(10, "backward"), 8, r1=at(10, None)),
         among(at(10, "backward", frames=WAITS), 8, r1=at(10, "backward")),
-        among(at(10, "data"), 8),
-        {},
     ):
         assert hangs.blamed(ranks) == {}
 

@@ -279,11 +279,6 @@ class Blamed(NamedTuple):
     """one of the reasons above"""
     position: Position
 
-    @property
-    def step(self) -> int | None:
-        """Number of the step that it is in; ``None``: unknown."""
-        return None if self.position.steps is None else self.position.steps + 1
-
 
 def blamed(ranks: Mapping[str, Position]) -> dict[str, Blamed]:
     """Return the ranks that the others wait for, by name.

@@ -67,6 +67,7 @@ class FlightWriter:
         """Receives folded records for further analysis, if set"""
         self.event_steps: deque[int] = deque(maxlen=100)
         """Steps with events, for their spans"""
+        self._has_ended = False
         self._forced_at = regions[Region.STEPS].count // 2
         self._pauses_left = _MAX_PAUSES
         self._full_at = max(self._forced_at, regions[Region.STEPS].count - 2 * _FOLDED_AT_ONCE)
@@ -217,8 +218,9 @@ class FlightWriter:
         self.memory.word(self._live_at + Live.HEARTBEAT_NS, time.monotonic_ns())
 
     def phase(self, phase_id: int, begun_ns: int) -> None:
-        """Store the training thread's phase: 0 for none, else 1 + the index in ``layout.LIVE_PHASES``."""
-        self.memory.word(self._live_at + Live.PHASE, phase_id << 56 | begun_ns // 1000)
+        """Store the training thread's phase: 0 for none, else 1 + the index in ``layout.LIVE_PHASES``; not after its end."""
+        if not self._has_ended:  # whatever unwinds the stack has not left the loop
+            self.memory.word(self._live_at + Live.PHASE, phase_id << 56 | begun_ns // 1000)
 
     def level(self, level: int) -> None:
         """Store the debug level in force."""
@@ -234,6 +236,7 @@ class FlightWriter:
 
     def exit(self, reason: int, code: int) -> None:
         """Store how the rank ended (``layout.Exit``)."""
+        self._has_ended = True
         self.memory.word(self._live_at + Live.EXIT, EXIT_SET | reason << 32 | code & 0xFFFFFFFF)
 
     def event(self, name: str, attributes: Mapping[str, object], step: int | None = None) -> None:
