@@ -217,7 +217,7 @@ def test_a_leak_is_told_with_its_line_its_types_and_its_tensors(run_without_leak
 
 def test_the_line_of_tensors_is_none_that_makes_numbers(run_without_leaks: Recording) -> None:
     """A sampler draws a list of indices for each epoch, more of them than the tensors that are kept."""
-    leaking, kept = Leaking(run_without_leaks), list[torch.Tensor]()
+    leaking, kept = Leaking(run_without_leaks), dict[int, torch.Tensor]()
     indices = iter(torch.utils.data.RandomSampler(range(4000)))
 
     def leaked() -> None:
@@ -225,12 +225,13 @@ def test_the_line_of_tensors_is_none_that_makes_numbers(run_without_leaks: Recor
         if len(kept) == 15:  # the epoch ends between two counts
             indices = iter(torch.utils.data.RandomSampler(range(4000)))
         next(indices)
-        kept.append(torch.ones(100_000))
+        kept[len(kept) + 1000] = torch.ones(100_000)
 
     leaking.suspicion.host = True
     leaking.train(12, leaked)
     (leak_event,) = leaking.events()
     assert leak_event["lines"][0].startswith(f"{__file__}:{leaked.__code__.co_firstlineno + 5} ")
+    assert not any(row.endswith(" builtins.tuple") for row in leak_event["objects"])
 
 
 def collect(leaking: Leaking, model: torch.nn.Module, result: Callable[[torch.Tensor], object]) -> None:

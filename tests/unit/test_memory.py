@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import resource
 import subprocess
 import sys
 from contextlib import closing
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+import psutil
 import pytest
 
 from tests.rank_files import File
@@ -25,7 +27,8 @@ from torchobs.probes.device_memory import (
     segments_in_time,
     used_devices,
 )
-from torchobs.probes.process_memory import Machine, MemoryLimits, ProcessStats, parse_machine
+from torchobs.probes.process_memory import PAGE, Machine, MemoryLimits, ProcessStats
+from torchobs.support.cgroup import read
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -255,13 +258,6 @@ def test_who_halves_the_batch_until_it_fits_writes_one_event_a_second(run: Recor
     assert len(run.frames(catalog.EVENT_OUT_OF_MEMORY.name)) == 2
 
 
-MEMINFO = """MemTotal:       24682496 kB
-MemFree:        19531200 kB
-MemAvailable:   23655936 kB
-SwapCached:            0 kB
-SwapTotal:       2097148 kB
-SwapFree:        1048576 kB
-"""
 GRANDCHILD = """
 import subprocess, sys
 code = "held = b'x' * (40 << 20); print(flush=True); input()"
@@ -293,11 +289,11 @@ def test_children_of_children_are_found() -> None:
     assert family()[0] == before
 
 
-def test_meminfo_is_read_in_bytes() -> None:
-    """Available is what the kernel estimates."""
-    machine = parse_machine(MEMINFO)
-    assert machine == Machine(24682496 * 1024, 23655936 * 1024, 2097148 * 1024, 1048576 * 1024)
-    assert machine.left == (23655936 + 1048576) * 1024
+def test_the_machine_s_memory_is_what_psutil_reads() -> None:
+    """In bytes; available is what the kernel estimates, and changes."""
+    machine, memory = ProcessStats().machine(), psutil.virtual_memory()
+    assert (machine.total, machine.swap_total) == (memory.total, psutil.swap_memory().total)
+    assert machine.available == pytest.approx(memory.available, rel=0.3)
 
 
 MACHINE = Machine(total=64 * GIB, available=48 * GIB, swap_total=0, swap_free=0)
@@ -354,6 +350,11 @@ def test_the_share_of_each_limit(
         rank.group(**({"limit": str(8 * GIB), "usage": int(usage * GIB)} if usage else {}))
     assert rank.look() == pytest.approx(shares)
     assert [size and size / GIB for size in (rank.limits.left, rank.limits.grouped)] == [*left]
+    room = {resource.RLIMIT_AS: int(read("/proc/self/statm").split()[0]) * PAGE + 3 * GIB}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(resource, "getrlimit", lambda kind: (room.get(kind, resource.RLIM_INFINITY),) * 2)
+        rank.look()
+    assert rank.limits.left == pytest.approx(3 * GIB, rel=0.1), "ulimit -v: an allocation fails there"
 
 
 def test_kills_are_counted_from_the_start_on_and_dated(tmp_path: Path, flight_dir: Path) -> None:

@@ -206,6 +206,7 @@ def test_what_is_said_of_a_run() -> None:
         ([row(0, values=skips(30, 4.0))], WELL, INFO),
         ([row(0), row(1, values=grows(3600.0))], "Host memory grows on rank 1, and is full in about 1 h.", WARNING),
         ([row(0, values=grows(NEAR_S + 1))], WELL, INFO),
+        ([finished(values=grows(3600.0))], "last loss 2.313. Host memory grew.", WARNING),
         ([row(0, values=gpu("failed"))], "1 GPU has failed: GPU-1.", ERROR),
         ([row(0, values=gpu("degraded"))], WELL, INFO),
         ([row(0, values=DIED)], "Earlier: 2 workers of a data loader died.", INFO),

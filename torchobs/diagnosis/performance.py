@@ -155,13 +155,14 @@ def _growing(report: RankView) -> Iterator[Finding]:
     event = from_events(report.events).get("memory_growth")
     if not report.up and report.reason != "finished":
         if event is not None:
-            yield event._replace(values={**event.values, "ended": True})
+            yield event._replace(values={**event.values, "ended": True, "time_to_limit": None})
         return
     for space in catalog.SPACE.values:
         left_s = report.value(catalog.MEMORY_TIME_TO_LIMIT, space)
         if left_s is not None and left_s <= NEAR_S:
             grown = event.values.get("per_step") if event is not None and event.values.get("space") == space else None
-            yield finding("memory_growth", memory=space.capitalize(), left=left_s, per_step=grown, ended=not report.up)
+            memory, left, over = space.capitalize(), left_s if report.up else None, None if report.up else left_s
+            yield finding("memory_growth", memory=memory, left=left, time_to_limit=over, per_step=grown, ended=not report.up)
 
 
 def _broken(report: RankView) -> Iterator[Finding]:

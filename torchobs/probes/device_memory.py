@@ -20,7 +20,6 @@ from __future__ import annotations
 import inspect
 import os
 import re
-import resource
 import time
 from collections import Counter
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -28,6 +27,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torchobs import catalog
 from torchobs.detect.growth import FastWindow, MemoryHistory, MemoryPoint, soonest
 from torchobs.probes.memory_growth import GrowthGauges
+from torchobs.probes.process_memory import own_limits
 from torchobs.support import text
 from torchobs.support.error_guard import call
 from torchobs.tensors.names import all_modules, clean, layer_of, roots
@@ -265,8 +265,7 @@ def host_shortage(context: ProbeContext, error: BaseException) -> dict[str, Any]
     if match is None and not isinstance(error, MemoryError):
         return None
     asked = {"requested": int(match[1])} if match is not None and match[1] else {}
-    limits = [resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_AS, resource.RLIMIT_DATA)]
-    limit = min((value for value in limits if value != resource.RLIM_INFINITY), default=None)
+    limit = min((limit for _, limit in own_limits()), default=None)
     return {"device": "cpu", **asked, **({} if limit is None else {"limit": limit}), **memory_use(context, "cpu")}
 
 

@@ -247,10 +247,11 @@ class LeakProbe:
         snapshots += self._tracing.snapshot()
         self._tracing.stop()
         grown = ProcessStats().resident().all - resident
+        lines, snapshots = self._lines(snapshots), []  # with thousands of tuples, which are no part of the leak
         yield from self._count_at_backward(counts, count_objects)
         ended = "memory" if is_full else "complete"
         attributes = {"space": "host", "ended": ended, "seconds": round(passed_s, 1), "steps": steps, "grown": grown}
-        self._report(attributes, self._lines(snapshots), counts)
+        self._report(attributes, lines, counts)
 
     def _trace_graphs(self) -> Iterator[None]:
         """Trace if each step leaves a graph behind."""
@@ -285,13 +286,16 @@ class LeakProbe:
     def _lines(self, snapshots: list[tracemalloc.Snapshot]) -> list[tuple[str, Amount]]:
         """Return the lines that grew between two snapshots, the most bytes first; without both none."""
         numbers, sizes, large = Counter[str](), Counter[str](), Counter[str]()
-        tensor_size = sys.getsizeof(torch.empty(0, device="cpu"))
+        tensor_size, tensors = sys.getsizeof(torch.empty(0, device="cpu")), Counter[tracemalloc.Traceback]()
+        for sign, snapshot in zip((-1, 1), snapshots, strict=False):
+            for trace in snapshot.traces:  # one by one: beside a tensor the same line may make small objects, such as its key
+                tensors[trace.traceback] += sign * (trace.size >= tensor_size)
         for difference in snapshots[1].compare_to(snapshots[0], "traceback") if len(snapshots) > 1 else ():
             line = innermost(difference.traceback) if difference.count_diff > 0 and difference.size_diff > 0 else None
             if line is not None:
                 numbers[line] += difference.count_diff
                 sizes[line] += difference.size_diff
-                large[line] += difference.count_diff if difference.size_diff >= difference.count_diff * tensor_size else 0
+                large[line] += max(0, tensors[difference.traceback])
             self._context.yield_gil()
         return [(line, Amount(numbers[line], size, large[line])) for line, size in sizes.most_common()]
 

@@ -7,7 +7,6 @@ suspect: :class:`Lint` counts them, and :class:`Lints` reports each kind once, b
 from __future__ import annotations
 
 from contextlib import suppress
-from enum import Enum
 from time import monotonic
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 from weakref import ref
@@ -39,13 +38,6 @@ _APART = LASTING_STEPS // LASTING_SAMPLES
 """Steps between two looks that the sampler thread requests"""
 
 
-class Verdict(Enum):
-    """The result of one look."""
-
-    SOUND = 0
-    SUSPECT = 1
-
-
 class Measured(NamedTuple):
     """An optimizer that is about to take a step."""
 
@@ -67,8 +59,8 @@ class Lint:
         self.done = False
         self._since = self._suspect = self._sound = 0
 
-    def observe(self, measured: Measured) -> Verdict | None:
-        """Judge an optimizer that is about to step; ``None``: this look has no result. In the training thread."""
+    def observe(self, measured: Measured) -> bool | None:
+        """Return whether an optimizer that is about to step is suspect; ``None``: unknown. In the training thread."""
         del measured
         return None
 
@@ -82,22 +74,18 @@ class Lint:
     def release(self) -> None:
         """Remove the hooks."""
 
-    def count(self, verdict: Verdict | None, step: int) -> None:
+    def count(self, is_suspect: bool | None, step: int) -> None:  # noqa: FBT001  # the result of a look
         """Count a look; report the mistake once it is certain."""
-        if verdict is Verdict.SOUND:
+        if is_suspect is False:
             self._suspect, self._sound = 0, self._sound + 1
             self.done = self._sound >= MAX_SOUND_LOOKS
-        elif verdict is Verdict.SUSPECT:
+        elif is_suspect:
             self._since = self._since if self._suspect else step
             self._suspect += 1
             if self._suspect >= LASTING_SAMPLES and step - self._since >= self.lasting_steps:
                 self._suspect = 0
                 if self.confirm():
                     self.report(self._since)
-
-    def forget(self) -> None:
-        """Begin a new row of suspect looks."""
-        self._suspect = 0
 
     def report(self, step: int) -> None:
         """Have the mistake reported, dated to that step. In any thread."""
@@ -232,25 +220,25 @@ class KeptGradients(Lint):
         self._node: Any = None
         self._handle: Any = None
 
-    def observe(self, measured: Measured) -> Verdict | None:
+    def observe(self, measured: Measured) -> bool | None:
         """Judge the watch, and have the next backward pass watched."""
-        sample, verdict = measured.sample, None
+        sample, is_suspect = measured.sample, None
         if sample is None:
             return None
         gradient: Any = sample.grad
         if self._parameter() is not sample:
             self.release()
-            self.forget()
+            self._suspect = 0
             self._parameter, self._key = TensorReference(sample), 0
             self._fused = any(group.get("fused") for group in measured.optimizer.param_groups)
         elif self._handle is not None:
-            kept = self._key == id(gradient) and self._accumulated and self._last == self._first + self._accumulated
-            verdict = Verdict.SUSPECT if kept else Verdict.SOUND
+            accumulated = self._accumulated
+            is_suspect = accumulated > 0 and self._key == id(gradient) and self._last == self._first + accumulated
             self.release()
         if self._key == id(gradient) and gradient._version > self._version:
             self.context.at_backward(self.guard(self._watch))
         self._key, self._version = id(gradient), gradient._version
-        return verdict
+        return is_suspect
 
     def release(self) -> None:
         """Remove the hook."""
@@ -271,7 +259,7 @@ class KeptGradients(Lint):
         plain = type(gradient) is torch.Tensor and gradient.layout is torch.strided
         with torch.no_grad():
             if self._key != id(gradient) or not plain or (gradient._version != self._version and not self._is_left(gradient)):
-                self.count(Verdict.SOUND, recorder.step)
+                self.count(False, recorder.step)
                 return
         self._node = accumulator_of(sample)
         self._first = self._last = gradient._version
@@ -313,16 +301,16 @@ class EvaluationMode(Lint):
         self._trained = _trained(module) if began else -1
         """Number of parameters that required a gradient in training mode; -1: it has not been in that mode yet"""
 
-    def observe(self, measured: Measured) -> Verdict | None:
+    def observe(self, measured: Measured) -> bool | None:
         """Judge the model's mode."""
         del measured
         module = self._module()
         if module is None:
             return None
         if module.training:
-            self.forget()
+            self._suspect = 0
             self._trained = _trained(module) if self._trained < 0 else self._trained
-        return Verdict.SUSPECT if self.is_in_doubt() else None
+        return self.is_in_doubt() or None
 
     def is_in_doubt(self) -> bool:
         """Return whether a model that was trained is in evaluation mode now."""
@@ -440,7 +428,7 @@ class LateClipping(Lint):
             self.context.at_backward(self._check_safely)
             return
         self._step = step
-        self.count(Verdict.SUSPECT if self._clip.has_clipped_since(step) else Verdict.SOUND, step)
+        self.count(self._clip.has_clipped_since(step), step)
 
 
 class NotInOptimizer:

@@ -65,11 +65,8 @@ class NeverStepped:
                 self._context.report("never_stepped", optimizer=self._reached, backward_passes=count)
         elif self._examined_at and not (self._handles or self._reported):
             self._report(self._examined_at)
-        elif count >= self._due or self._is_late(count):
+        elif count >= self._due or (count and not self._reported and self._clock() - self._since_s > PATIENCE_S):
             self._check_steps(count)
-
-    def _is_late(self, count: int) -> bool:
-        return not self._reported and bool(count) and self._clock() - self._since_s > PATIENCE_S
 
     def _check_steps(self, count: int) -> None:
         """Watch which optimizer gradients reach; report that no step is made, if there is none, or none is reached."""

@@ -129,6 +129,16 @@ def _kib(text: str, name: str) -> int | None:
     return None if value is None else value * _KIB
 
 
+def own_limits() -> list[tuple[int, int]]:
+    """Return bytes in use and limit of the address space and of data (``ulimit -v``, ``-d``): there allocations fail."""
+    import resource  # as above
+
+    kinds = {0: resource.RLIMIT_AS, 5: resource.RLIMIT_DATA}
+    limits = {column: resource.getrlimit(kind)[0] for column, kind in kinds.items()}
+    fields = read("/proc/self/statm").split() if set(limits.values()) != {resource.RLIM_INFINITY} else []
+    return [(int(fields[column]) * PAGE, limit) for column, limit in limits.items() if fields and limit >= 0]
+
+
 def _rss_in(statm: str) -> int:
     """Return the resident bytes in a line of ``statm``; 0 if the process is gone."""
     fields = statm.split()
@@ -176,22 +186,23 @@ class MemoryLimits:
         self.left, self.total = inf, inf
         """Bytes to the nearest limit, and that limit"""
         self.grouped: float | None = None
-        """Bytes that count towards it, if it is the cgroup's limit"""
+        """Bytes that count towards it, if it is not the machine's"""
 
     def due(self) -> bool:
         """Return whether it is time to read again."""
         return time.monotonic() >= self._due
 
     def update(self, *, thorough: bool = False) -> None:
-        """Read both limits. ``thorough``: search the tightest cgroup again."""
+        """Read all limits. ``thorough``: search the tightest cgroup again."""
         machine = self._machine()
         group = self._of_group(machine, thorough=thorough)
         limits = [_Headroom(machine.left, machine.total + machine.swap_total, "machine"), *([group] if group else [])]
         for headroom in limits:
             self._show(headroom)
+        limits += [_Headroom(limit - used, limit, "process") for used, limit in own_limits()]
         nearest = min(limits)
         self.left, self.total = nearest.left, nearest.total
-        self.grouped = nearest.total - nearest.left if nearest is group else None
+        self.grouped = None if nearest.limit == "machine" else nearest.total - nearest.left
         delays = [(headroom.left - (1 - NEAR) * headroom.total) / MAX_RATE for headroom in limits]
         self._due = time.monotonic() + min([MAX_INTERVAL_S, *delays])
 
