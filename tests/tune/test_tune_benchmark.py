@@ -40,7 +40,6 @@ def test_a_real_gain_is_found_and_recommended() -> None:
     assert amp.used == ("autocast", "fused_optimizer", "loader")
     assert result["none"].speedup_factor == Quartiles(1.0, 1.0, 1.0)
     assert json.loads(json.dumps(result.to_dict()))["recommended"] == "amp"
-    assert "amp" in str(result)
     assert "s [" in str(result), "the median of a step's time has its unit"
     assert amp.peak_bytes is amp.memory_savings is None  # known for a GPU's allocator alone
 

@@ -33,17 +33,18 @@ def test_files_that_are_no_checkpoint_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "run.pt"
     run = tune.pipeline(blocks(), loss_fn, amp="off")
     run.fit([PAIR], 1, checkpoint=path)
-    others = {"junk": b"junk", "half": path.read_bytes()[:2000], "empty": b""}
-    for name, content in others.items():
+    for name, content in {"junk": b"junk", "half": path.read_bytes()[:2000], "empty": b""}.items():
         (tmp_path / name).write_bytes(content)
         with pytest.raises(ValueError, match=f"{name} is no checkpoint, or damaged"):
             run.resume(tmp_path / name)
+    assert tune.pipeline(blocks(), loss_fn, amp="fp16").resume(path).epoch == 1, "the scaler begins anew"
     torch.save(blocks().state_dict(), tmp_path / "weights")
     with pytest.raises(ValueError, match="load_state_dict"):
         run.resume(tmp_path / "weights")
     before = weights(fresh := blocks(depth=3))
-    with pytest.raises(ValueError, match="another optimizer than SGD"):
-        tune.pipeline(fresh, loss_fn, optimizer="sgd").resume(path)
+    for optimizer in ("sgd", torch.optim.AdamW(list(fresh.parameters())[:1])):
+        with pytest.raises(ValueError, match=r"another optimizer than (SGD|AdamW)"):
+            tune.pipeline(fresh, loss_fn, optimizer=optimizer).resume(path)
     assert all(map(torch.equal, before, weights(fresh)))
     lacking = torch.load(path, weights_only=True)
     torch.save({name: lacking[name] for name in lacking if name != "scaler"}, tmp_path / "lacking")

@@ -48,11 +48,6 @@ class Recompile(Result):
     expression: str
     remedy: str
 
-    @property
-    def is_of_evaluation(self) -> bool:
-        """Whether it is only that evaluation has graphs of its own, which keep nothing for a backward pass: no problem."""
-        return self.call == _EVALUATION and self.guard == "global_state"
-
 
 @dataclass(frozen=True, slots=True)
 class CompileCheck(Checked):
@@ -110,7 +105,7 @@ def explain_compile(model: Any, batch: Any, *, more_batches: Sequence[Any] = ())
         guards = dict(Counter(guard.create_fn_name().lower() for guard in explained.out_guards or ()))
     texts = [("graph_break", row.location, f"graph break: {row.reason}") for row in breaks]
     for row in recompiles:
-        if not row.is_of_evaluation:
+        if (row.call, row.guard) != (_EVALUATION, "global_state"):  # its graphs keep nothing for a backward pass
             text = f"it is compiled anew for {row.call}: {row.expression}. Remedy: {row.remedy}"
             texts.append(("recompile", row.function, text))
     texts += [("compile_error", name, f"the {by} raised {error}")] if error is not None else []

@@ -98,11 +98,12 @@ def check(state: Any, parts: Mapping[str, Any], path: str | os.PathLike[str]) ->
     counts = state["counts"]
     if missing or not isinstance(counts, Mapping) or not counts.keys() >= _COUNTS:
         raise ValueError(f"{path} is no whole checkpoint of tune.pipeline(): it lacks {', '.join(missing) or 'counts'}")
-    saved, current = (state_dict["param_groups"] for state_dict in (state["optimizer"], parts["optimizer"].state_dict()))
-    if [set(group) for group in saved] != [set(group) for group in current]:
-        raise ValueError(f"{path} was saved with another optimizer than {type(parts['optimizer']).__name__}")
     if _shapes(state["model"]) != _shapes(parts["model"].state_dict()):
         raise ValueError(f"{path} is of another model: its parameters have other names or shapes")
+    saved, current = (state_dict["param_groups"] for state_dict in (state["optimizer"], parts["optimizer"].state_dict()))
+    if [(set(group), len(group["params"])) for group in saved] != [(set(group), len(group["params"])) for group in current]:
+        name = type(parts["optimizer"]).__name__
+        raise ValueError(f"{path} was saved with another optimizer than {name}, or with one of other parameters")
 
 
 def _shapes(state: Mapping[str, Any]) -> dict[str, Any]:

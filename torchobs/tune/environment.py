@@ -168,12 +168,11 @@ def seed(value: SupportsIndex, *, deterministic: bool | None = None) -> Seeded:
     number = index(value) if hasattr(value, "__index__") and not isinstance(value, bool) else -1
     if not 0 <= number <= MOST_SEED:  # before any generator is seeded
         raise ValueError(f"a seed is a whole number from 0 to {MOST_SEED}, not {value!r}")
-    value = number
-    random.seed(value)
-    torch.manual_seed(value)
+    random.seed(number)
+    torch.manual_seed(number)
     numpy: Any = imported("numpy")
     if numpy is not None:
-        numpy.random.seed(value)
+        numpy.random.seed(number)
     if deterministic is not None:
         torch.use_deterministic_algorithms(deterministic)
         torch.backends.cudnn.deterministic = deterministic
@@ -184,7 +183,7 @@ def seed(value: SupportsIndex, *, deterministic: bool | None = None) -> Seeded:
     notes = ["sets and dictionaries of texts keep their order between runs if PYTHONHASHSEED is set before Python starts"]
     if is_deterministic and torch.cuda.is_available():
         notes.append("cuBLAS computes the same each time if CUBLAS_WORKSPACE_CONFIG=:4096:8 is set before CUDA starts")
-    return Seeded(value, is_deterministic, generators, tuple(notes))
+    return Seeded(number, is_deterministic, generators, tuple(notes))
 
 
 def _count(kind: str) -> int:

@@ -322,7 +322,8 @@ class Pipeline:
         state = checkpoint_file.load(path, self.device)
         checkpoint_file.check(state, parts, path)
         for name, part in parts.items():
-            part.load_state_dict(state[name])
+            if state[name]:  # a scaler that was off has no state, and torch's refuses that
+                part.load_state_dict(state[name])
         counts = state["counts"]
         self.step, self.epoch = counts["step"], counts["epoch"]
         if self._counts_steps:
