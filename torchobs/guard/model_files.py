@@ -163,8 +163,7 @@ def load(path: str | os.PathLike[str], map_location: Any = "cpu") -> Any:
     except pickle.UnpicklingError as error:
         raise _refusal(name, str(error)) from error
     except DAMAGE as error:
-        why = str(error).strip() or type(error).__name__
-        raise ValueError(f"{shown} is no file of torch.save, or damaged, or does not fit {map_location!r}: {why}") from error
+        raise ValueError(f"{shown} is no file of torch.save, or damaged, or unfit for {map_location!r}: {error!r}") from error
 
 
 def _head(name: str) -> bytes:
@@ -220,7 +219,8 @@ def _refusal(name: str, words: str) -> UnsafeFileError:
         asked = ", ".join(torch.serialization.get_unsafe_globals_in_checkpoint(name))
     except (*DAMAGE, OSError, pickle.UnpicklingError):  # torch's format before 1.6, or no file of torch's
         asked = ""
-    why = asked or words.partition("WeightsUnpickler error: ")[2].partition("\n")[0] or words.partition("\n")[0]
+    # torch's reason comes after its advice to load the file without restriction
+    why = asked or re.split(r"(?:GLOBAL|WeightsUnpickler error:)\s+", words)[-1].partition("\n")[0]
     record_bad_file("load", "refused", f"{printable(Path(name).name)} needs code to be loaded ({printable(why)})")
     return UnsafeFileError(
         f"{printable(name)} needs code to be loaded, or is damaged ({printable(why)}): "

@@ -74,7 +74,7 @@ def load(path: str | os.PathLike[str], device: torch.device) -> Any:
         except torch.OutOfMemoryError:
             raise
         except (*DAMAGE, OSError, pickle.UnpicklingError) as error:
-            raise ValueError(f"{path} is no checkpoint, or damaged: {str(error).partition(chr(10))[0]}") from error
+            raise ValueError(f"{path} is no checkpoint, or damaged") from error  # torch's words advise to load it all the same
 
 
 def _check_sums(file: IO[bytes]) -> None:
