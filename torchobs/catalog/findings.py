@@ -227,7 +227,7 @@ INTERRUPTED, NO_STEP = "Interrupted by Ctrl-C", "No step[ on {who}]"
 """Begins of a run's headline"""
 PAST = {
     "nonfinite_loss": ("loss that was not finite", "losses that were not finite"),
-    "nonfinite_gradient": ("gradient that was not finite", "gradients that were not finite"),
+    "nonfinite_gradient": ("measured gradient that was not finite", "measured gradients that were not finite"),
     "gradient_explosion": ("gradient explosion", "gradient explosions"),
     "loss_spike": ("loss spike", "loss spikes"),
     "gradient_vanishing": ("vanishing gradient", "vanishing gradients"),

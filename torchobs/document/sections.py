@@ -393,7 +393,7 @@ def checkpoint_table(rank: RankView) -> Table | None:
         rows += [
             ("last one", f"{text_format.span(max(0.0, age_s))} {before}" + (f", {text_format.size(size)}" if size else ""))
         ]
-    counts = (("steps clipped", catalog.GRAD_CLIPPED_STEPS), ("steps with a gradient not finite", catalog.GRAD_NONFINITE_STEPS))
+    counts = (("steps clipped", catalog.GRAD_CLIPPED_STEPS), ("measured gradients not finite", catalog.GRAD_NONFINITE_STEPS))
     return _pairs("Checkpoints and gradients", "Of the whole run", [*rows, *_counted(rank, counts)])
 
 
