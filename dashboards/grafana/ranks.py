@@ -150,7 +150,8 @@ def where() -> tuple[Panel, ...]:
         ),
         panels.lines(
             "Oldest last step",
-            f"Time since the last step of the {MOST} ranks that have waited longest. Good: less than the longest evaluation.",
+            f"Time since the last step of the {MOST} ranks that have waited longest, with the scrape's age. Good: less than "
+            "the longest evaluation.",
             "s",
             Query(worst(f"time() - {per_rank(select(catalog.LAST_STEP_TIMESTAMP, *RANKS))}"), RANK),
             steps=thresholds.PROGRESS_AGE,

@@ -229,10 +229,10 @@ def progress() -> tuple[Panel, ...]:
         panels.coarse(
             panels.lines(
                 "Step duration",
-                "Half of the steps of all ranks were faster than the median, 99 % faster than p99; where recording rules are "
-                "not loaded, there is only the mean. Evaluation and checkpoints are not in it. Good: p99 is no more than "
-                "twice the median. A dot is one step: its span is a click away where exemplars are stored. Empty: the "
-                "quantiles, without the rules.",
+                "Half of the steps of all ranks were faster than the median, 99 % faster than p99, each to within the factor "
+                "of two of a histogram's buckets; the mean is exact, and alone where recording rules are not loaded. "
+                "Evaluation and checkpoints are not in it. Good: p99 is no more than twice the median. A dot is one step: "
+                "its span is a click away where exemplars are stored. Empty: the quantiles, without the rules.",
                 "s",
                 Query(run_step_s("0.5", *RUNS), "median"),
                 Query(run_step_s("0.99", *RUNS), "p99"),
