@@ -60,7 +60,7 @@ def _gradient_explosion() -> Alert:
         expr=expr,
         summary="has steps with an exploding gradient or loss, or one that is not finite.",
         description=(
-            'One of its ranks had {{ printf "%.0f" $value }} such steps in the last 10 minutes; a sound run has next to none. '
+            'One of its ranks had {{ printf "%.0f" $value }} steps of one kind in the last 10 minutes; a sound run has few. '
             "Lower the learning rate, clip the gradients, or look at the batches of these steps."
         ),
         culprits=_kinds(),
