@@ -13,8 +13,6 @@ from torchobs.rules.promql import BY_GROUP, BY_RUN, ON_GROUP, ONE_GROUP, ONE_RAN
 from torchobs.rules.recordings import ONE_NUMBER, TWINS, name, recent
 from torchobs.rules.rule_file import THIS_RUN, WINDOW, Alert, Culprits, Group, amount
 
-LEAST_NONFINITE = LEAST_EXPLOSIONS
-"""One step that was not finite and skipped, or survived in bfloat16, has happened to many a good run."""
 DIVERGED = "5m"
 """How long a loss has to be away: a person who tries out a learning rate sees it and ends the run"""
 LEAST_NONFINITE_LOSSES = 10
@@ -36,6 +34,7 @@ _NAN_NOW, _DIVERGED = (select(catalog.ANOMALY_ACTIVE, f'kind="{_kind(kind)}"') f
 def _gradient_explosion() -> Alert:
     """Return one alert per run, however many of its ranks see the same gradient.
 
+    One step that was not finite and skipped, or survived in bfloat16, has happened to many a good run.
     With a loss scaler, non-finite gradients are normal: where it has skipped steps, only skipping most of them is an explosion.
     The maximum over the window is used, not the counter's present value, because that ends with the job.
     """
@@ -47,7 +46,7 @@ def _gradient_explosion() -> Alert:
       or
         {_SPIKES} >= {LEAST_LOSS_SPIKES}
       or
-        {nonfinite} >= {LEAST_NONFINITE}
+        {nonfinite} >= {LEAST_EXPLOSIONS}
         unless on ({ONE_RANK})
         max_over_time({skipped}[{WINDOW}]) > 0
       or
@@ -159,7 +158,8 @@ def _differing(label: str, ranks: str, what: str, *, of_value: bool = False) -> 
 ANOMALIES = Group(
     "torchobs.anomalies",
     (
-        *map(recent, (catalog.ANOMALIES, catalog.AMP_STEPS_SKIPPED, catalog.STEPS)),
+        *map(recent, (catalog.ANOMALIES, catalog.AMP_STEPS_SKIPPED)),
+        recent(catalog.STEPS, moves=True),
         Alert(
             "TorchobsLossNotFinite",
             f"""

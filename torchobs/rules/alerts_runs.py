@@ -46,7 +46,6 @@ STUCK = "run:torchobs_rank_state:stuck"
 ABSENT = "10m"
 WATCHED = "3m"
 """After its own downtime Prometheus has no living rank until it has scraped and evaluated again: by default a minute each"""
-BY_HAND = "finished|interrupted"
 LOOP = "15m"
 """Kubernetes' back-off gives a pod five restarts in this time, torchrun any number"""
 BURNS = (("6h", "30m", 2.0), ("1d", "2h", 1.0))
@@ -178,7 +177,7 @@ def _crash_loop() -> Alert:
     another of its number is a training of its own, such as a replica of a StatefulSet.
     """
     counted = f"increase({select(catalog.RANK_RESTARTS)}[{LOOP}])"
-    ended = select(catalog.RANK_EXIT, f'reason=~"{BY_HAND}"')
+    ended = select(catalog.RANK_EXIT, 'reason=~"finished|interrupted"')
     return Alert(
         alert="TorchobsCrashLoop",
         expr=f"""

@@ -42,22 +42,24 @@ def name(metric: Metric) -> str:
     return f"{level}:{metric.prometheus.removesuffix('_total')}{RECENT}"
 
 
-def recent(metric: Metric, *matchers: str, born_later: bool = False) -> Recording:
+def recent(metric: Metric, *matchers: str, born_later: bool = False, moves: bool = False) -> Recording:
     """Return the rule; nothing is recorded where nothing was counted.
 
     ``born_later``: the series may be much younger than their rank; otherwise they begin with it. The last sample counts also of
-    series that have ended since the evaluation before.
+    series that have ended since the evaluation before. ``moves``: nothing soon after the last count, for it is asked what share
+    another one is: a window that is about to end would hold a run's last few steps alone.
     """
     counter, started = select(metric, *matchers), select(catalog.RANK_START_TIME)
     now, before = f"last_over_time({counter}[{SEEN}])", f"offset {WINDOW}"
     new = f"""
           or
             {now} unless {counter} {before} and on ({ONE_RANK}) {started} {before}"""
+    lately = f" and {now} unless increase({counter}[{SEEN}]) == 0" if moves else ""
     expr = f"""
         (
             {now} and on ({ONE_RANK}) time() - last_over_time({started}[{SEEN}]) < {WINDOW_S}{new if born_later else ""}
           or
-            increase({counter}[{WINDOW}])
+            increase({counter}[{WINDOW}]){lately}
         ) > 0
     """
     return Recording(name(metric), expr)

@@ -41,7 +41,6 @@ EXPORTER = (
 
 HOUR_BEFORE = '{{ query "(floor(vector(time()) / 600) * 600 - 3600) * 1000" | first | value | printf "%.0f" }}'
 """The time an hour before the alert; it changes every ten minutes only"""
-_WHERE = "host, k8s_node_name, k8s_pod_name"
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +98,7 @@ def dashboard(grafana_url: str, uid: str) -> str:
 def _located(query: str) -> str:
     """Return the query with node and pod as labels of its ranks; those of a dead rank may be some minutes old."""
     info = f"topk by ({ONE_RANK}) (1, max_over_time({select(catalog.RANK_INFO, THIS_RUN)}[10m]))"
-    return f"(({query}) * on ({ONE_RANK}) group_left ({_WHERE}) {info} or on ({ONE_RANK}) ({query}))"
+    return f"(({query}) * on ({ONE_RANK}) group_left (host, k8s_node_name, k8s_pod_name) {info} or on ({ONE_RANK}) ({query}))"
 
 
 WINDOW, WINDOW_S = "10m", 600
