@@ -47,13 +47,15 @@ def test_the_rank_that_is_not_in_the_collective_is_named() -> None:
         (at(10, "data"), hangs.FETCHING),
         (at(11, "forward"), hangs.ELSEWHERE),  # it has left a collective out, and went on
         (at(10, "evaluation", "alive"), hangs.ASIDE_OF_TRAINING),
+        (at(10, "backward", frames=SLEEPS), hangs.NOT_IN_COLLECTIVE),
         (at(10, "backward", "unresponsive"), hangs.SILENT),
         (at(10, None, "finished"), hangs.ENDED),
     ):
         for count in (2, 8, 64):
-            blamed = hangs.blamed(among(at(10, "backward"), count, r1=odd))
+            blamed = hangs.blamed(among(at(10, "backward", frames=WAITS), count, r1=odd))
             assert {name: blame.why for name, blame in blamed.items()} == {"1": why}
     assert set(hangs.blamed(among(at(10, "forward"), 64, r5=at(9, "backward")))) == {"5"}
+    assert set(hangs.blamed(among(at(10, "optimizer"), 2, r1=at(10, "backward")))) == {"1"}
 
 
 def test_nobody_is_named_without_evidence() -> None:
@@ -106,9 +108,9 @@ def still(durations_s: list[float], quiet_s: float, phase: str = "other", age_s:
 
 def test_a_rank_stands_still_after_twenty_usual_steps_and_ten_seconds() -> None:
     """Not in a phase that takes its time, nor once the next step has begun; a pause that it has made before is its habit."""
-    for usual_s in (0.02, 0.4):
-        assert still([usual_s] * 300, 9.9) is None
-        assert still([usual_s] * 300, 10.1) == Standstill(10.1, usual_s)
+    for durations_s, least_s in (([0.02] * 300, 10.0), ([0.4] * 300, 10.0), ([1.0] * 300 + [7.0] * 9, 20.0)):
+        assert still(durations_s, least_s - 0.1) is None
+        assert still(durations_s, least_s + 0.1) == Standstill(least_s + 0.1, durations_s[0])
     assert still([0.02] * 300, 12.0, age_s=60.0) == Standstill(60.0, 0.02)
     assert all(still([0.02] * 300, 600.0, phase) is None for phase in PATIENT_PHASES)
     assert still([0.02] * 300, 1.0, age_s=600.0) is None

@@ -152,7 +152,7 @@ def test_what_is_said_of_a_run() -> None:
         ),
         ([row(0, recorded=False)], "loss 2.313. Rank 0 does not record steps: recording is switched off.", WARNING),
         (
-            but(row(3, slow=Slowness(1.42, 0))),
+            but(row(3, slow=Slowness(1.42, 0)), row(5, slow=Slowness(1.3, 1)), row(6, slow=Slowness(1.4, 1))),
             "Rank 3 is 1.4 times as slow as the others, in the phase data.", WARNING,
         ),
         ([row(0), row(1, slow=Slowness(SLOW - 0.01, 0))], WELL, INFO),  # somebody is always the slowest
@@ -274,9 +274,7 @@ def test_what_is_not_finite_now_is_said_to_be_so_since_its_first_step() -> None:
     assert "Gradients have not been finite since step 60." in text  # a lost loss has no other
     sqrt = fact(catalog.EVENT_NONFINITE_ORIGIN, 6, 59, origin="backward", operator="sqrt")
     text = health(run(row(anomalies=kinds, events=[*events, sqrt], derived={"steps": rarely}))).text
-    assert (
-        "Gradients have not been finite since step 59." in text
-    )  # nor has the loss before it, by whose derivative it was lost
+    assert "Gradients have not been finite since step 59." in text  # the loss was lost by their derivative
 
 
 def test_gradients_of_a_step_that_did_not_end_are_one() -> None:
