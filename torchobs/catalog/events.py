@@ -150,7 +150,7 @@ EVENT_LEFT_OUT_PARAMETERS = warning(
 )
 EVENT_AMP_SCALE_COLLAPSED = warning(
     "torchobs.amp.scale_collapsed",
-    "A loss scale fell below 1: gradients are not finite at any scale.",
+    "A loss scale fell below 1: gradients are not finite at larger ones.",
     SCALER,
     Attribute("scale", "the loss scale"),
 )

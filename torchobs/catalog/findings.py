@@ -554,7 +554,7 @@ amp_skips warning alert=TorchobsLossScaleStuck
 amp_many_skips warning
     short: The loss scaler skipped {skipped:,} of {steps:step}.
 amp_scale_collapsed error source=torchobs.amp.scale_collapsed
-    short: The loss scale has fallen to {scale:n}: the gradients are not finite at any scale, and every step is skipped.
+    short: The loss scale has fallen to {scale:n}: gradients were not finite at any larger one, and such steps are skipped.
 amp_unscaled warning source=torchobs.amp.unscaled
     short: Training in float16 autocast has no GradScaler: small gradients become zero. Use torch.amp.GradScaler, or
       bfloat16.

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from math import exp, isfinite, isnan, nan
+from operator import attrgetter
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -89,8 +91,7 @@ def _judged(report: RankView, kind: str, *, explained: bool = False) -> dict[str
 def onset(values: Sequence[float | None]) -> int | None:
     """Return the index from which all known values are non-finite; ``None`` if the last known value is finite."""
     first = None
-    for index in range(len(values) - 1, -1, -1):
-        value = values[index]
+    for index, value in reversed(list(enumerate(values))):
         if value is not None and isfinite(value):
             break
         first = index if value is not None else first
@@ -187,7 +188,8 @@ def _spikes(report: RankView) -> Iterator[Finding]:
         if not report.counted.get(kind) and kind not in report.anomalies:
             continue
         first = _first(report, kind)
-        rate = {} if first is None or first.step is None else _rate(report.steps, _index(report.steps, first.step))
+        at = None if first is None or first.step is None else bisect_left(report.steps, first.step, key=attrgetter("step"))
+        rate = {} if at is None else _rate(report.steps, min(at, len(report.steps) - 1))
         # single ones are ordinary, unless the learning rate explains them
         judged = _judged(report, kind, explained=bool(rate))
         values: dict[str, Any] = {}
@@ -214,10 +216,6 @@ def _newest(report: RankView, kind: str, **values: Any) -> Finding:
     return newest._replace(values={**newest.values, **values})
 
 
-def _index(steps: Sequence[Step], number: int) -> int:
-    return next((index for index, step in enumerate(steps) if step.step >= number), len(steps) - 1)
-
-
 def _origin(origin: Finding, report: RankView, *, spoiled: bool, is_lost: bool) -> Finding:
     """Return the origin of a NaN with the severity of its consequences.
 
@@ -242,7 +240,9 @@ def _nonfinite_gradients(report: RankView) -> Iterator[Finding]:
     """Yield the layers where gradients first became non-finite, and since when they are."""
     kind = "nonfinite_gradient"
     events = report.events_named(catalog.EVENT_NONFINITE_GRADIENT)
-    scaled, values = _is_scaled(report), dict[str, Any]()
+    done = {step.step for step in report.steps if not step.skipped}  # divided by a scale near 0 they turn infinite unseen
+    events = [event for event in events if event.step in done] or events
+    scaled, values = _is_scaled(report) and not any(event.step in done for event in events), dict[str, Any]()
     if not events and (scaled or (not report.counted.get(kind) and kind not in report.anomalies)):
         return
     judged = _judged(report, kind, explained=True)
