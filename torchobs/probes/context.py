@@ -116,6 +116,10 @@ class ProbeContext:
         """Return the living models of ``torchobs.watch``."""
         return [model for reference in list(self.watched) if (model := reference()) is not None]
 
+    def outermost(self) -> list[Any]:
+        """Return the models of ``torchobs.watch``, then the outermost modules that are known, in the order of their making."""
+        return self.models() + [module for outermost in list(self.modules) for module in outermost()]
+
     def report(self, kind: str, step: int | None = None, **values: object) -> None:
         """Record the event of a kind of finding, with these values as attributes, and log its short words. In any thread.
 

@@ -69,15 +69,12 @@ class FlopsProbe:
         optimizers = self._context.recorder.optimizers()
         key = tuple(sorted(map(id, optimizers)))
         if key != self._key or self._parameters is None:
-            self._key, self._parameters = key, count_parameters(self._modules(), self._trained())
+            self._key, self._parameters = key, count_parameters(self._context.outermost(), self._trained())
         if self._parameters is None:
             return None
         context_parallel = by_axis(of_process_groups()).get("cp")  # it splits each sample after it was loaded
         parts = context_parallel.size if context_parallel is not None else 1
         return step_flops(self._parameters, lately.tokens / lately.steps / parts)
-
-    def _modules(self) -> list[Any]:
-        return self._context.models() + [module for outermost in list(self._context.modules) for module in outermost()]
 
     def _trained(self) -> list[Any]:
         return [parameter for parameter in self._context.trained() if parameter.requires_grad]

@@ -69,7 +69,7 @@ class GradientProbe:
         self._counts: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[int, int, int]] = weakref.WeakKeyDictionary()
         fixed = context.settings.grad_interval
         self._pace = SamplingInterval(context.settings.overhead_budget / 2, fixed if isinstance(fixed, int) else None)
-        self._layers = Layers(context.writer.table, 0, context.yield_gil)
+        self._layers = Layers(context.writer.table, 0, context.yield_gil, context.trained)
         self._stuck_layers, self._model = StuckLayersWatch(context, self._layers), context.recorder.models.changes
         self._paced = self._model
         """Number of changes of the model after which the training thread last began to measure each step"""

@@ -78,8 +78,9 @@ class TrackedLayer:
 class Layers:
     """All measured layers, and the series of the chosen ones."""
 
-    def __init__(self, table: Table, room: int, yield_gil: Callable[[], None]) -> None:
-        self._table, self.room = table, room
+    def __init__(self, table: Table, room: int, yield_gil: Callable[[], None], trained: Callable[[], list[Any]]) -> None:
+        """``trained``: returns the parameters of all optimizers that have stepped."""
+        self._table, self.room, self._trained = table, room, trained
         self.names = ParameterNames(yield_gil)
         self.chosen: list[TrackedLayer] = []
         self.flattened = False
@@ -104,7 +105,8 @@ class Layers:
         for group in optimizer.param_groups:
             self.names.take_group(group)
         parameters = list(parameters_of(optimizer))
-        if not self.names.look_for((parameter for parameter in parameters if parameter.requires_grad), now=now):
+        # all models at once, so that each has a title if there are several
+        if not self.names.look_for((x for x in (*parameters, *self._trained()) if x.requires_grad), now=now):
             return None
         self.flattened = self.flattened or any(getattr(parameter, "_fsdp_flattened", False) for parameter in parameters)
         where = {id(parameter): self._place(parameter, name) for name, parameter in self._named(optimizer)}

@@ -170,7 +170,7 @@ class ParameterNames:
         several = len(holders) > 1 or any(root.title is not None for root in self._roots)
         for root, module, named in holders:
             if root.title is None:
-                root.title = f"{type(module).__name__}." if several else ""
+                root.title = title_of(module, [other.title for other in self._roots]) if several else ""
             for name, parameter in named:
                 self._name(parameter, root.title + clean(name))
 
@@ -244,6 +244,12 @@ class _Root:
 
     module: ref[Any]
     title: str | None = None
+
+
+def title_of(module: Any, titles: Collection[str | None]) -> str:
+    """Return the prefix of a model's names: its class, with a number if another model has that title."""
+    kind = type(module).__name__
+    return next(title for title in (f"{kind}{number or ''}." for number in (0, *range(2, 1 << 20))) if title not in titles)
 
 
 def clean(name: str) -> str:

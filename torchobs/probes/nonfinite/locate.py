@@ -19,7 +19,7 @@ import torch
 
 from torchobs.support.source_lines import is_installed, is_ours
 from torchobs.tensors.graph import OPAQUE
-from torchobs.tensors.names import all_modules, clean, roots
+from torchobs.tensors.names import all_modules, clean, roots, title_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -63,7 +63,7 @@ class ModuleNames:
     """The modules of the graph's parameters, by path."""
 
     def __init__(self, parameters: Iterable[Any], models: Iterable[Any] = ()) -> None:
-        parameters = list(parameters)
+        parameters, models = list(parameters), list(models)
         wanted = {id(parameter) for parameter in parameters}
         self.modules: dict[str, Any] = {}
         self._names: dict[int, str] = {}
@@ -73,8 +73,10 @@ class ModuleNames:
         # a look through all objects for what is a module's alone: not for an input, a received activation, a loose tensor
         if any(id(parameter) in missing and isinstance(parameter, torch.nn.Parameter) for parameter in parameters):
             owners = self._holding(roots(all_modules(lambda: None)), wanted)
-        for root in owners:
-            self._add(root, f"{type(root).__name__}." if len(owners) > 1 else "")
+        order, titles = list(map(id, models)), list[str]()
+        for root in sorted(owners, key=lambda owner: order.index(id(owner)) if id(owner) in order else len(order)):
+            titles.append(title_of(root, titles) if len(owners) > 1 else "")
+            self._add(root, titles[-1])
 
     @staticmethod
     def _holding(modules: Iterable[Any], wanted: set[int]) -> list[Any]:

@@ -18,7 +18,6 @@ from torchobs.probes.nonfinite.locate import Locator, ModuleNames, Place, is_use
 from torchobs.support.process_group import is_shared
 from torchobs.support.result import Result
 from torchobs.tensors.graph import OPAQUE, GraphNode, read_graph, type_of
-from torchobs.tensors.names import roots
 from torchobs.tensors.statistics import TensorRow, statistics
 from torchobs.tensors.values import Condition, bad_elements, condition, explains, is_finite
 
@@ -147,7 +146,7 @@ class GraphTracer:
         self.nodes = read_graph(loss.grad_fn for loss in losses)
         self._frames, self._step, self._variables = frames, step, variables
         parameters = [node.parameter for node in self.nodes if node.parameter is not None]
-        self.names = ModuleNames([*parameters, *others], [*models, *_models(frames)])
+        self.names = ModuleNames([*parameters, *others], models)
         self.locator = Locator(self.nodes, self.names, frames)
         self.node: GraphNode | None = None
         """Of the origin"""
@@ -301,16 +300,6 @@ def _variable(tensor: Any, variables: Iterable[tuple[str, Any]]) -> tuple[str, A
         casts = ((path, item) for path, item in candidates if item.is_floating_point() and item.numel() == tensor.numel())
         bad = [(path, item) for path, item in casts if not is_finite(item.half())]
     return next(iter(bad), ("", whole))
-
-
-def _models(frames: Sequence[FrameType]) -> list[Any]:
-    """Return the modules in variables of the user's running functions, or in attributes of their ``self``."""
-    values = []
-    for frame in frames:
-        variables = locals_of(frame)
-        values += [*variables.values(), *getattr(variables.get("self"), "__dict__", {}).values()]
-    modules = {id(value): value for value in values if torch.nn.Module in type(value).__mro__}
-    return roots(list(modules.values()))
 
 
 def _tensors(name: str, value: Any) -> Iterator[tuple[str, Any]]:

@@ -351,8 +351,8 @@ class NonfiniteProbe:
         self._report(tracer.node_origin(node))
 
     def _trained(self) -> tuple[list[Any], list[Any]]:
-        """Return the models of ``torchobs.watch`` and all parameters that are trained."""
-        return self._context.models(), self._context.trained()
+        """Return the models that are known and all parameters that are trained."""
+        return self._context.outermost(), self._context.trained()
 
     def _report(self, origin: NonfiniteOrigin | None) -> None:
         if origin is None:
