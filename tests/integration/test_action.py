@@ -45,7 +45,6 @@ ends = {
     "own": lambda: fail(RuntimeError("the loss is gone")),
     "shapes": lambda: layer(torch.ones(1, 3)),
     "io": lambda: open("/nowhere/data"),
-    "wait": lambda: time.sleep(60),
 }
 ends[how]()
 """
@@ -107,6 +106,7 @@ ENDS = (
     (End(reason="interrupted"), "interrupted"),
     (End(reason="lost"), "unknown"),
     (TERMINATED, "preempted"),
+    (End(up=True), "running"),
 )
 
 
@@ -133,15 +133,6 @@ def test_the_same_step_and_line_twice_is_not_tried_a_third_time(capsys: pytest.C
                 return bool(runs == [{"job_name": "job", "run_id": "run", **wanted}])
 
             wait_until(served)
-
-
-def test_who_is_told_to_end_may_go_on(capsys: pytest.CaptureFixture[str], flight_dir: Path) -> None:
-    """While it runs, there is nothing to do."""
-    with started(flight_dir, "wait") as process:
-        assert inspected(capsys, flight_dir)["cause"] == "running"
-        process.send_signal(signal.SIGTERM)
-    answer = inspected(capsys, flight_dir)
-    assert (answer["action"], answer["cause"]) == ("restart", "preempted")
 
 
 def test_ranks_that_waited_for_one_that_was_killed_may_go_on(capsys: pytest.CaptureFixture[str], flight_dir: Path) -> None:

@@ -291,6 +291,9 @@ def test_a_run_that_stands_still_is_not_all_well_and_has_no_speed() -> None:
     assert diagnosis.health.headline.startswith("Evaluating: 2 of 2 ranks alive")
     assert "stalled" not in [finding.kind for finding in diagnosis.by_rank[0]]
     assert (diagnosis.verdict.severity, diagnosis.verdict.values["badge"]) == (INFO, "No steps now")
+    waits, fetches = living(45.0, phase="backward"), living(45.0, phase="data", resource={"rank": 1})
+    assert [(found.kind, found.severity) for found in compare([waits, fetches])] == [("waited_for", WARNING)]
+    assert not compare([waits, quiet(0.1, **ALIVE, phase="data", resource={"rank": 1})]), "one of them goes on"
 
 
 # --- losses, gradients, rates, speed ------------------------------------------------------------------------------------------

@@ -239,7 +239,6 @@ def _groups(ranks: Mapping[str, Mapping[str, GroupProgress]]) -> list[str]:
     return sorted({group for groups in ranks.values() for group in groups})
 
 
-LEAST_RANKS = 2
 PATIENT_PHASES = frozenset({"evaluation", "checkpoint", "compile", "idle"})
 """Phases in which a rank takes no part in training, and that may last arbitrarily long; an idle rank has left its loop."""
 EXCHANGING = frozenset({"backward", "optimizer"})
@@ -285,7 +284,7 @@ def blamed(ranks: Mapping[str, Position]) -> dict[str, Blamed]:
 
     Empty if no living rank hangs, for a single rank, and if nothing distinguishes them.
     """
-    if len(ranks) < LEAST_RANKS or not any(position.state == "hung" for position in ranks.values()):
+    if not any(position.state == "hung" for position in ranks.values()):
         return {}
     for why, rule in _RULES:
         names = rule(ranks)
@@ -307,9 +306,7 @@ def place(steps: int, phase: str) -> float:
 
 def waits(frames: Sequence[str]) -> bool:
     """Return whether these frames, the innermost first, are of a thread in a collective."""
-    if not frames:
-        return False
-    return any(sign in frames[0] for sign in _WAITS) or any(_COLLECTIVES in frame for frame in frames)
+    return any(sign in frame for sign in _WAITS for frame in frames[:1]) or any(_COLLECTIVES in frame for frame in frames)
 
 
 def _not_arrived(ranks: Mapping[str, Position]) -> set[str]:

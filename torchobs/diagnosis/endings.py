@@ -10,6 +10,7 @@ from statistics import median
 from typing import Any
 
 from torchobs import catalog
+from torchobs.catalog import Severity
 from torchobs.catalog.findings import (
     FATAL_SIGNALS,
     MODEL_MEMORY,
@@ -42,7 +43,6 @@ _IN_BACKWARD = "_engine_run_backward"
 _NO_FAILURE = frozenset({"finished", "interrupted", "terminated"})
 SHORTLY_S = 60.0
 """Errors of machine, device or workers within this time before the end are reported with it."""
-RECENT = 200
 _KILLED_WITHIN_S = 40.0
 """torchrun sends SIGKILL 30 s after SIGTERM."""
 _RAISED_WITHIN_S = 2.0
@@ -86,10 +86,9 @@ def launcher_ending(report: RankView) -> Iterator[Finding]:
 
 def _living(report: RankView) -> Finding:
     quiet, phase = max(0.0, report.last_s - report.progress_s), report.phase if report.last_step else None
-    kind = report.state if report.state in {"hung", "unresponsive"} else "alive"
     stepless = report.lifetime if not report.done and report.last_s - report.begun_s >= detect_hang.EARLY_FIRST_S else None
     moment, where = text.moment(report.last_s), _where(report)
-    return finding(kind, rank=report.rank, where=where, quiet=quiet, phase=phase, moment=moment, lifetime=stepless)
+    return finding(report.state, rank=report.rank, where=where, quiet=quiet, phase=phase, moment=moment, lifetime=stepless)
 
 
 def _where(report: RankView) -> str:
@@ -267,7 +266,8 @@ def _in_team(ranks: Sequence[RankView], *, only_one_failed: bool) -> Iterator[Fi
         yield failure
     together = stalled_together(ranks)
     if not gave_up and (blames := hangs.blamed(together)):
-        yield finding("waited_for", waiting=hangs.sentences(together, blames))
+        early = any(report.up for report in ranks) and all(report.state != "hung" for report in ranks)
+        yield finding("waited_for", severity=Severity.WARNING if early else None, waiting=hangs.sentences(together, blames))
     yield from hangs.mismatches(together)
 
 
@@ -289,7 +289,7 @@ def _waiting(ranks: Sequence[RankView], gave_up: Mapping[str, Event]) -> str:
     if surplus and not _absentees(facts) and _are_alike(whole, blames):
         sentences = surplus
     elif blames:
-        sentences = [hangs.sentences(whole, blames, with_calls=False), *surplus]
+        sentences = [hangs.sentences(whole, blames)]
     elif len(gave_up) == len(ranks) and not absent:
         sentences = [_places(whole)]
     if absent:
@@ -367,11 +367,14 @@ def _absent(fact: Event) -> list[str]:
 
 
 def stalled_together(ranks: Sequence[RankView]) -> list[RankView]:
-    """Return the ranks of a replica group at its end; those that hung and were killed together still count as hung.
+    """Return the ranks of a replica group; those that stand still all together count as hung, and those killed as they did.
 
     A launcher kills the ranks of a hung run, or a collective's timeout raises in them, so that at the end none lives. Their
     last phases show where they were. It need not have been so long that the exporter would call them hung.
     """
+    living = [report for report in ranks if report.up and report.state != "unresponsive"]
+    if living and all(report.standstill and not report.standstill.habitual for report in living):
+        return [replace(report, state="hung") if report in living else report for report in ranks]
     stops = [stall(report) for report in ranks]
     if any(report.up or report.state == "finished" for report in ranks) or not any(map(_stood_still, stops)):
         return list(ranks)
@@ -386,7 +389,7 @@ def _stood_still(stop: Stall | None) -> bool:
 
 def typical_phases(report: RankView) -> dict[str, float]:
     """Return the median seconds of the last steps in each phase."""
-    recent = [step.divided_s(report.share) for step in report.steps[-RECENT:]]
+    recent = [step.divided_s(report.share) for step in report.steps[-hangs.RECENT_STEPS :]]
     return {phase: median([phases.get(phase, 0.0) for phases in recent]) for phase in catalog.PHASES} if recent else {}
 
 

@@ -40,7 +40,7 @@ _RECENT = re.compile(r"(.{1,200}) #(\d{1,18}) (\w+ at .+)")
 """Group, number, kind and line of ``probes.collectives``"""
 _LAUNCHER = re.compile(r"/torchobs/(?:cli/|__main__\.py)|/bin/torchobs:|^<frozen runpy>")
 _LIBRARIES = re.compile(r"/(?:site|dist)-packages/|/lib(?:64)?/python3\.[0-9]+/|/torchobs/(?:probes|runtime|cli)/|^<frozen ")
-_RECENT_STEPS = 200
+RECENT_STEPS = 200
 
 
 def place(frames: Sequence[str]) -> str:
@@ -96,7 +96,7 @@ def stall(report: RankView) -> Stall | None:
     """
     if not report.newest_is_here or not report.end_known:
         return None
-    timed = [step.duration_s for step in report.steps[-_RECENT_STEPS:] if step.duration_s is not None]
+    timed = [step.duration_s for step in report.steps[-RECENT_STEPS:] if step.duration_s is not None]
     usual_s = report.standstill.usual_step if report.standstill else median(timed) if timed else None
     quiet_s = max(0.0, report.last_s - report.progress_s)
     timeout_s = state.hang_timeout_s(report.readings.distribution(catalog.STEP_DURATION), catalog.SECONDS_BOUNDS)
@@ -229,18 +229,15 @@ def blamed(ranks: Sequence[RankView]) -> dict[str, Blamed]:
     return hangs.blamed({rank.rank: position(rank) for rank in ranks})
 
 
-def sentences(ranks: Sequence[RankView], blames: Mapping[str, Blamed], *, with_calls: bool = True) -> str:
-    """Return who waits for whom, without figures that change; ``blames``: from :func:`blamed`, not empty.
-
-    ``with_calls``: also who called more collectives than others.
-    """
+def sentences(ranks: Sequence[RankView], blames: Mapping[str, Blamed]) -> str:
+    """Return who waits for whom, without figures that change; ``blames``: from :func:`blamed`, not empty."""
     others = Counter(where(position(rank)) for rank in ranks if rank.rank not in blames)
     (there, number), *more = others.most_common()
     kinds = groupby(sorted(blames, key=lambda name: _instead(blames[name])), key=lambda name: _instead(blames[name]))
     culprits = text.joined([f"{text.ranks(list(names), _MOST_NAMED)} {what}" for what, names in kinds], _MOST_GROUPS)
     values = {"waiting": number, "others": number if number > 1 else None, "most": bool(more), "place": there}
     waiting = sentence(WAITING, {"culprits": text.capital(culprits), **values})
-    return " ".join([waiting, *(list(_absences(ranks, blames)) or (surplus(ranks) if with_calls else ()))])
+    return " ".join([waiting, *(list(_absences(ranks, blames)) or surplus(ranks, ranks))])
 
 
 def _instead(blame: Blamed) -> str:

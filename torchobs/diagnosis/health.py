@@ -45,6 +45,8 @@ _ALWAYS_NAMED = frozenset({"between", "checkpoint_failed_once", "workers_died"})
 """In the sentence though their severity is info"""
 _OF_THE_LIVING = frozenset({"data", "slowdown"})
 """Left out for ranks that have ended while others go on"""
+_AWAITED = frozenset({"waited_for", "collectives_differ"})
+"""Named while ranks live; who failed first is not, for the end of a killed rank shows a little later"""
 
 
 class Health(NamedTuple):
@@ -176,7 +178,7 @@ def _named_findings(run: RunView) -> Iterator[Finding]:
             elif _is_named(item) and (rank.up or not any_up or item.kind not in _OF_THE_LIVING):
                 kind = ORIGIN if item.kind.startswith(ORIGIN) else item.kind.removesuffix("_before")
                 alike.setdefault(kind, []).append((rank, item))
-    yield from (item for item in culprits(ranks) if item.kind != "only_failed")
+    yield from (item for item in culprits(ranks) if item.kind in _AWAITED or not (any_up or item.kind == "only_failed"))
     yield from (_together(pairs, ranks) for pairs in ends.values())
     yield from beside_each_other(ranks, run.expected)
     yield from (_together(pairs, ranks) for pairs in alike.values())
