@@ -14,7 +14,7 @@ from torchobs.catalog import RANK_STATES
 from torchobs.catalog.findings import OTHER_RANKS
 from torchobs.detect.hangs import Standstill
 from torchobs.diagnosis.diagnosis import diagnose_run
-from torchobs.diagnosis.endings import compare, first_failed
+from torchobs.diagnosis.endings import compare, culprits, first_failed
 from torchobs.diagnosis.hangs import stall
 from torchobs.diagnosis.health import ERROR, INFO, WARNING, diagnose
 from torchobs.document.run import Options, document
@@ -129,9 +129,9 @@ def rank(number: int, *, phases: dict[str, float] | None = None, count: int = 10
     return facts(history, resource={"rank": number, "local_world_size": 2, "world_size": 2}, **{"pace": pace, **changes})
 
 
-def raised(number: int, seconds: float, location: str) -> RankView:
+def raised(number: int, seconds: float, location: str, **cause: str) -> RankView:
     """A rank that an exception ended."""
-    events = [fact(catalog.EVENT_DISTRIBUTED, 0.1, world_size=2), raised_event(seconds, location=location)]
+    events = [fact(catalog.EVENT_DISTRIBUTED, 0.1, world_size=2), raised_event(seconds, location=location, **cause)]
     return rank(number, state="failed", reason="exception", last_s=START_S + seconds, events=events)
 
 
@@ -147,6 +147,7 @@ ASKED: dict[str, Any] = {"state": "failed", "reason": "terminated", "exit_code":
         ([rank(0, **ALIVE), rank(1)], "only_failed", 1),
         ([raised(0, 10.1, IN_COLLECTIVE), GONE], "vanished_first", 1),
         ([raised(0, 10.1, "torch/autograd/graph.py:979 in _engine_run_backward"), GONE], "vanished_first", 1),
+        ([raised(0, 10.1, "train.py:7 in main", cause__location=IN_COLLECTIVE), GONE], "vanished_first", 1),
         ([rank(0, **{**ASKED, "last_s": START_S + 10.1}), GONE], "vanished_first", 1),
         ([rank(0, last_s=START_S + 9.9), raised(1, 10.1, "train.py:7 in batch")], "failed_by_itself", 1),
         ([raised(0, 10.0, IN_COLLECTIVE), raised(1, 10.1, "train.py:7 in batch")], "failed_by_itself", 1),
@@ -162,8 +163,7 @@ ASKED: dict[str, Any] = {"state": "failed", "reason": "terminated", "exit_code":
 )
 def test_the_rank_that_failed_first_is_named_where_that_is_certain(ranks: list[RankView], kind: str, first: int | None) -> None:
     """By the clock, or by how they ended; else no rank is accused."""
-    kinds = {"failed_first", "only_failed", "vanished_first", "failed_by_itself"}
-    accusations = [(finding.kind, finding.rank) for finding in compare(ranks) if finding.kind in kinds]
+    accusations = [(finding.kind, finding.rank) for finding in culprits(ranks)]
     assert accusations == ([(kind, str(first))] if kind else [])
     assert first_failed(ranks)[0] is (None if first is None else ranks[first])
 

@@ -433,12 +433,12 @@ def _first_of(together: Sequence[RankView]) -> tuple[RankView, Finding | None]:
 
 
 def in_collective(report: RankView) -> bool:
-    """Return whether a peer's end may have caused the exception: torch.distributed or DDP raised it."""
+    """Return whether a peer's end may have caused the exception: torch.distributed or DDP raised it, or the one at its root."""
     for fact in report.main_exceptions[-1:]:
-        place = fact.text("location")
-        if any(sign in f"{place} {fact.text('exception.type')}" for sign in _COLLECTIVE):
+        origin = " ".join(map(fact.text, ("location", "exception.type", "cause.location", "cause.type")))
+        if any(sign in origin for sign in _COLLECTIVE):
             return True
-        return "_engine_run_backward" in place and len(report.events_named(catalog.EVENT_DISTRIBUTED)) > 0
+        return _IN_BACKWARD in origin and len(report.events_named(catalog.EVENT_DISTRIBUTED)) > 0
     return False
 
 
