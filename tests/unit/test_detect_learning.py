@@ -36,7 +36,6 @@ def test_what_is_lost_or_unfed_is_told_with_the_layers_before_it() -> None:
     """In the model's order, without zeros behind the last of them; of an optimizer that goes by signs no size is judged."""
     stuck = judged(lambda _: {"a": ZERO, "b": LOST, "c": ZERO, "d": UNFED, "e": USUAL, "f": ZERO})
     assert stuck == StuckLayers(("b",), ("d",), ("a", "c"))
-    assert stuck.all == ("a", "c", "b", "d")
     unknown = LayerSample(None, unfed=False, zero=False)
     stuck = judged(lambda _: {"a": unknown, "b": LayerSample(None, unfed=True, zero=False), "c": unknown})
     assert stuck == StuckLayers((), ("b",), ())

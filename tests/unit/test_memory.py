@@ -245,7 +245,6 @@ def test_a_snapshot_is_not_taken_where_it_would_take_long() -> None:
     assert module.traced == [False]
     module.stats[1] = {"allocation": {"all": {"current": MOST_BLOCKS}}}
     assert segments_in_time(module) is None
-    assert module.traced == [False]
 
 
 def test_who_halves_the_batch_until_it_fits_writes_one_event_a_second(run: Recording, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -286,7 +285,6 @@ def test_children_of_children_are_found() -> None:
         child.communicate(b"\n")
     assert number - before == 2
     assert size - before_bytes > 40 * MIB
-    assert family()[0] == before
 
 
 def test_the_machine_s_memory_is_what_psutil_reads() -> None:

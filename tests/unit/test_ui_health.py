@@ -28,6 +28,7 @@ from torchobs.ranks.rank_view import RankView
 from torchobs.ranks.snapshot import Readings
 
 EIGHT = [row(rank) for rank in range(8)]
+TWIN = replace(EIGHT[0], rank=f"0-{EIGHT[0].incarnation[:8]}")
 
 
 def training(alive: int) -> str:
@@ -206,6 +207,7 @@ def test_what_is_said_of_a_run() -> None:
         ([row(0, values=skips(30, 4.0))], WELL, INFO),
         ([row(0), row(1, values=grows(3600.0))], "Host memory grows on rank 1, and is full in about 1 h.", WARNING),
         ([row(0, values=grows(NEAR_S + 1))], WELL, INFO),
+        ([EIGHT[0], TWIN], "Several trainings are rank 0 of this run.", WARNING),
         ([finished(values=grows(3600.0))], "last loss 2.313. Host memory grew.", WARNING),
         ([row(0, values=gpu("failed"))], "1 GPU has failed: GPU-1.", ERROR),
         ([row(0, values=gpu("degraded"))], WELL, INFO),

@@ -424,6 +424,10 @@ graph_breaks info source=torchobs.compile.graph_break
 ranks_missing warning alert=TorchobsRanksMissing
     short: {missing:rank} {missing:has|have} not appeared.
     long: {here:,} of the {expected:,} ranks of this machine are here: the others never started to record.
+same_rank warning
+    short: Several trainings are rank {rank} of this run.
+    long: {here:,} processes that train side by side are rank {rank} of this run: each training needs a TORCHOBS_RUN_ID of its
+      own.
 only_failed error
     short: Only rank {rank} failed.
     long: Only rank {rank} failed, at {moment}.

@@ -11,6 +11,7 @@ from torchobs.catalog.findings import Finding, finding
 from torchobs.detect.disagreement import differing, drifted, same_batches, same_losses
 from torchobs.detect.speed import LEAST_EXCESS_S, LEAST_STEPS, SLOW
 from torchobs.ranks import labels
+from torchobs.ranks.rank_file import DIGITS
 from torchobs.ranks.rank_view import RankView
 from torchobs.support import text
 
@@ -25,6 +26,9 @@ def beside_each_other(ranks: Sequence[RankView], expected: int) -> Iterator[Find
         yield from _batches_alike(team)
     if len(ranks) < expected:
         yield finding("ranks_missing", missing=expected - len(ranks), here=len(ranks), expected=expected)
+    claimed = [name for rank in ranks if (name := rank.rank.removesuffix(f"-{rank.incarnation[:DIGITS]}")) != rank.rank]
+    if claimed:
+        yield finding("same_rank", rank=claimed[0], here=claimed.count(claimed[0]) + 1)
     yield from _slowest(ranks)
 
 

@@ -82,7 +82,7 @@ class RunFiles(NamedTuple):
         others = sorted((file for file in files if file.claim.incarnation not in last), key=lambda file: file.header.wall_ns)
         chosen = [(file, last[file.claim.incarnation]) for file in files if file.claim.incarnation in last]
         chosen.sort(key=lambda pair: (len(pair[0].claim.rank[2]), pair[0].claim.rank[2], pair[1]))
-        return {file.path: suffix for file, suffix in chosen}, [file.path for file in others]
+        return {file.path: suffix for file, suffix in chosen}, [file.path for file in others if file.claim.alive_ns != NOW_NS]
 
 
 class Listing(NamedTuple):
