@@ -42,6 +42,7 @@ def test_the_message_says_what_was_found_and_where() -> None:
         "images: max: inf, and 1 of 48 values are beyond, the first at [3, 0, 0, 0]; expected 1 or less",
     ]
     assert caught.value.problems[0].index == (2, 1, 0, 1)
+    assert "max: 1.0000001192092896, and 3 of" in str(IMAGES.inspect(torch.full((1, 3, 1, 1), 1 + 2**-23)).problems[0])
     assert IMAGES.inspect(x, "images").problems == caught.value.problems
     assert pickle.loads(pickle.dumps(caught.value)).problems == caught.value.problems  # noqa: S301  # our own
 
@@ -109,9 +110,7 @@ def test_nonsense_is_refused_when_it_is_written() -> None:
         ({"dtype": "float"}, "floating, integer, complex, bool"),
         ({"min": 2.0, "max": 1.0}, "nothing is between"),
         ({"max_norm": -1.0}, "a norm is 0 or more"),
-        ({"min": nan}, "min is nan: a number"),
         ({"device": "gpu"}, "as torch.device takes it"),
-        ({"shape": (-1, 3)}, "'-1' is no size"),
     ]
     for arguments, message in cases:
         with pytest.raises(ValueError, match=message):
@@ -481,7 +480,8 @@ def test_percent_is_of_the_container_s_limits(tmp_path: Path) -> None:
     container(tmp_path, used_s=1e9)
     time.sleep(LEAST_CPU_S)
     report = watched.check()
-    assert (report["cpu"].where, report["cpu"].limit_cores, report["cpu"].ok) == ("container", 0.5, False)
+    cpu = report["cpu"]
+    assert (cpu.where, cpu.limit_cores, cpu.percent, cpu.ok) == ("container", 0.5, 100.0, False)
     memory = report["memory"]
     assert (memory.where, memory.percent, memory.threshold, memory.ok) == ("container", 62.5, 50.0, False)
     assert "container: memory is at 62 %, above 50 %" in map(str, report.problems)

@@ -11,6 +11,7 @@ import torch
 
 from torchobs.catalog.findings import RECOMPILE_REMEDIES
 from torchobs.debug.findings import record_findings
+from torchobs.debug.memory_use import resized
 from torchobs.debug.tensors import require_model
 from torchobs.probes.compile import read_break, read_guard
 from torchobs.runtime.session import current
@@ -166,8 +167,6 @@ def _call_variants(
 
 def _variants(batch: Any, more: Sequence[Any]) -> Iterator[tuple[str, Any, bool, bool]]:
     """Yield calls: in words, the batch, whether gradients are on, and whether the call is our idea."""
-    from torchobs.debug.memory_use import resized
-
     yield "the first batch", batch, True, False
     yield "the same batch again", batch, True, False
     size = batch_sizes(batch).samples

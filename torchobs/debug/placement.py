@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from torchobs.debug.findings import record_findings
+from torchobs.debug.steps import MOST_TENSORS
 from torchobs.debug.tensors import require, require_optimizer
 from torchobs.support.result import Checked, Problem, Result
 from torchobs.support.text import size
@@ -97,8 +98,6 @@ def check_devices(model: Any, batch: Any = None, optimizer: Any = None) -> Devic
     require(model, "nn.Module", "check_devices")
     if optimizer is not None:
         require_optimizer(optimizer, model, "check_devices")
-    from torchobs.debug.steps import MOST_TENSORS
-
     parameters, buffers = list(model.named_parameters()), list(model.named_buffers())
     inputs = [pair for pair, _ in zip(walk(batch, "input"), range(MOST_TENSORS), strict=False)]
     home = _main_device([x for _, x in parameters] or [x for _, x in buffers] or [x for _, x in inputs])

@@ -78,7 +78,8 @@ def _wrong_values(contract: Contract, x: torch.Tensor, name: str) -> list[Violat
     ):
         if bound is not None and is_beyond(extreme, limit := rounded(bound, values.dtype)):
             wrong = is_beyond(values, limit)
-            text = f"{extreme:g}, and {int(wrong.sum()):,} of {wrong.numel():,} values are beyond"
+            shown = f"{extreme:g}" if is_beyond(float(f"{extreme:g}"), limit) else repr(extreme)
+            text = f"{shown}, and {int(wrong.sum()):,} of {wrong.numel():,} values are beyond"
             add(kind, f"{bound:g} {words}", text, wrong)
     if norm and contract.max_norm is not None and not norm[0] <= contract.max_norm:
         violations.append(_violation("norm", name, f"{contract.max_norm:g} or less", f"{norm[0]:.6g}"))

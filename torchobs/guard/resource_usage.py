@@ -150,7 +150,8 @@ class ResourceGuard:
         if now.at_s - before.at_s >= LEAST_CPU_S:
             self._cpu = now
             if now.where == before.where:  # else a quota has come or gone
-                self._last_cpu = "cpu", now.where, (now.used_s - before.used_s) / (now.at_s - before.at_s), now.cores
+                used = round(now.used_s - before.used_s, 3) / (now.at_s - before.at_s)  # a kernel's tick may be late or early
+                self._last_cpu = "cpu", now.where, min(max(used, 0.0), now.cores), now.cores
         return self._last_cpu
 
 
@@ -213,15 +214,14 @@ class _CpuReading:
 def _cpu_seconds(root: str = "") -> _CpuReading:
     """Return the CPU time used so far by a container with a quota, else on the allowed processors."""
     now = time.monotonic()
-    cores = float(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+    every = psutil.cpu_times(percpu=True)
+    allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(len(every))
+    cores = float(len(allowed))
     groups = cgroup.of_process("cpu", root) if sys.platform == "linux" else None
     quota = cgroup.cpu_of(groups, root) if groups is not None else None
     if quota is not None and quota.limit is not None and quota.used_s is not None:
         return _CpuReading("container", quota.used_s, min(quota.limit, cores), now)
-    if hasattr(os, "sched_getaffinity"):
-        every, allowed = psutil.cpu_times(percpu=True), os.sched_getaffinity(0)
-        return _CpuReading("machine", sum(_busy(times) for index, times in enumerate(every) if index in allowed), cores, now)
-    return _CpuReading("machine", _busy(psutil.cpu_times()), cores, now)
+    return _CpuReading("machine", sum(_busy(times) for index, times in enumerate(every) if index in allowed), cores, now)
 
 
 def _busy(times: Any) -> float:

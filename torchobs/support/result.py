@@ -9,7 +9,7 @@ from html import escape
 from math import isfinite
 from typing import TYPE_CHECKING, Any
 
-from torchobs.support.text import duration, rate, size
+from torchobs.support.text import duration, moment, rate, size
 
 
 @dataclass(frozen=True)
@@ -121,9 +121,10 @@ def _text(value: Any, name: str = "") -> str:  # noqa: PLR0911  # one for each k
     if value is None:
         return "-"
     what, per_s, _ = name.rpartition("_per_s")
-    unit = partial(rate, what=what) if per_s else {"bytes": size, "s": duration}.get(name.rpartition("_")[2])
+    units: dict[str, Any] = {"bytes": size, "s": moment if name == "timestamp_s" else duration}
+    unit = partial(rate, what=what) if per_s else units.get(name.rpartition("_")[2])
     if unit is not None and isinstance(value, (int, float)):
-        return unit(value)
+        return str(unit(value))
     if unit is not None and hasattr(value, "text"):
         return str(value.text(unit))
     if isinstance(value, Enum):
