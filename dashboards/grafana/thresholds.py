@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dashboards.grafana.panels import BAD, FAIR, GOOD, Step
 from torchobs.detect.speed import BEGINS, ENDS
-from torchobs.rules.alerts_runs import UNRESPONSIVE_S
+from torchobs.ranks.state import UNRESPONSIVE_S
 
 Steps = tuple[Step, ...]
 

@@ -209,10 +209,8 @@ Scalar = _object("Scalar", name=str, points=_list(Point))
 Scalars = _object("Scalars", **_IDENTITY, scalars=_list(Scalar))
 Events = _object("Events", events=_list(Event), next=_as(_MAYBE_TEXT, "`before` of the page with older ones"))
 EvidenceList = _object("EvidenceList", evidence=_list(Evidence))
-ActiveAnomaly, DisabledProbe = (
-    _object("ActiveAnomaly", **_IDENTITY, kind=_KIND),
-    _object("DisabledProbe", **_IDENTITY, probe=str),
-)
+ActiveAnomaly = _object("ActiveAnomaly", **_IDENTITY, kind=_KIND)
+DisabledProbe = _object("DisabledProbe", **_IDENTITY, probe=str)
 DebugSummary = _object(
     "DebugSummary",
     total_operations=_COUNT,

@@ -30,6 +30,7 @@ from torchobs.diagnosis.health import ERROR, health
 from torchobs.document.live import Choice
 from torchobs.exporter.outcomes import has_ended
 from torchobs.flight.directory import find_existing
+from torchobs.ranks.state import FIRST_STEP_S, UNRESPONSIVE_S
 from torchobs.support.rate_limit import RateLimiter
 from torchobs.support.text import clean
 
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
     from torchobs.exporter.config import ExporterConfig
     from torchobs.exporter.outcomes import Outcomes
     from torchobs.exporter.snapshot_cache import SnapshotCache
-    from torchobs.ranks.rank_view import RunView
+    from torchobs.ranks.rank_view import RankView, RunView
     from torchobs.ranks.snapshot import Snapshot
 
 EVERY_S = 600.0
@@ -176,9 +177,16 @@ def trouble(run: RunView, began_s: float) -> Iterator[str]:
     if ended and max(rank.last_s for rank in run.ranks) < began_s - STALE_S:
         return
     kinds = {kind_of(finding.kind) for finding in health(run).findings if finding.severity == ERROR}
+    kinds -= set() if any(map(_hangs, run.ranks)) else {"hung"}
     yield from kinds
     if ended and "failed" not in kinds and max(rank.last_s - rank.begun_s for rank in run.ranks) > LONG_S:
         yield "ended"
+
+
+def _hangs(rank: RankView) -> bool:
+    """Return whether a rank hangs, as in the alert: before its first step it may import and load with Python's lock held."""
+    is_lasting = rank.beat_age_s > UNRESPONSIVE_S and (rank.done > 0 or (rank.progress_age_s or 0.0) > FIRST_STEP_S)
+    return rank.state == "hung" or (rank.state == "unresponsive" and is_lasting)
 
 
 def _dead(snapshot: Snapshot) -> set[str]:

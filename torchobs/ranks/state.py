@@ -33,6 +33,10 @@ BEAT_S = 0.5
 UNRESPONSIVE_AFTER_S = 2.0
 """Four heartbeats missed, with the lock held."""
 
+UNRESPONSIVE_S = 120.0
+"""How long it is before that is a hang. A process that is being torn down is unresponsive, too: measured 29 ms per GiB of its
+memory, 11 s with a core dump. And so is one that loads a model with Python's lock held."""
+
 LEAST_HANG_S = 60.0
 """Shortest hang timeout: a step behind a cold page cache or a slow collective takes seconds, hardly a minute."""
 

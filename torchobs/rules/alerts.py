@@ -64,11 +64,7 @@ def _gradient_explosion() -> Alert:
         ),
         culprits=_kinds(),
         also=(
-            Culprits(
-                f"{select(lately, THIS_RUN)} > @skipped@",
-                '{{ printf "%.0f" $v }} steps',
-                "Skipped by a loss scaler",
-            ),
+            Culprits(f"{select(lately, THIS_RUN)} > @skipped@", '{{ printf "%.0f" $v }} steps', "Skipped by a loss scaler"),
             Culprits(
                 f"{select(catalog.GRAD_LAYER_GROWTH, THIS_RUN)} >= {exp(LEAST_NORM_EXCESS):g}",
                 'layer {{ $l.layer }} of rank {{ $l.rank }} whose gradient grew {{ printf "%.3g" $v }} times',

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torchobs import catalog
 from torchobs.detect.speed import LEAST_EXCESS_S, SLOW
-from torchobs.ranks.state import FIRST_STEP_S
+from torchobs.ranks.state import FIRST_STEP_S, UNRESPONSIVE_S
 from torchobs.rules import recordings as recorded
 from torchobs.rules.promql import (
     BY_GROUP,
@@ -37,10 +37,7 @@ from torchobs.rules.rule_file import (
 
 WAITS_S = 1800
 """Default timeout of torch.distributed's process groups with gloo: after it, a peer's evaluation explains no wait."""
-UNRESPONSIVE_S = 120.0
 UNRESPONSIVE = f"{UNRESPONSIVE_S / 60:g}m"
-"""A process that is being torn down is unresponsive, too: measured 29 ms per GiB of its memory, 11 s with a core dump. And so
-is one that loads a model with Python's lock held."""
 HUNG_RUN = "5m"
 STUCK = "run:torchobs_rank_state:stuck"
 ABSENT = "10m"

@@ -219,10 +219,7 @@ def speed() -> Group:
                 f"{STEP_MEAN} / {ON_RANK} ({STEP_MEAN} - {ON_RANK} {EXCESS} > 0) and {ON_RANK} {ABOVE} "
                 f"or max {BY_RANK} (quantile_over_time(0.5, {select(catalog.RANK_SLOWDOWN)}[{WINDOW}])) {grown}",
             ),
-            Recording(
-                NODE_SLOWDOWN,
-                f"avg by ({ONE_RUN}, host) ({SLOWDOWN} * {ON_RANK} group_left (host) {info})",
-            ),
+            Recording(NODE_SLOWDOWN, f"avg by ({ONE_RUN}, host) ({SLOWDOWN} * {ON_RANK} group_left (host) {info})"),
             Recording(RUN_STEP_MEAN, f"avg {BY_RUN} ({STEP_MEAN})"),
             Recording(RUN_STEP_BEST, _best()),
         ),
