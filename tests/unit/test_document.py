@@ -177,6 +177,8 @@ def test_a_sum_over_micro_batches_says_so(losses: int, said: str) -> None:
     shown = {figure.name: figure.more for figure in figures(run, run_of([run])).figures}
     assert shown["Loss"] == said
     assert shown["Steps"].startswith("counted from 1, in ")
+    damaged = run_document(Chosen([facts([], partial=True)], [], [], []))
+    assert ("no step in its file" in damaged.headline, "counted from 1" in markdown(damaged)) == (True, False)
 
 
 def test_only_layers_that_have_no_series_are_left_out() -> None:

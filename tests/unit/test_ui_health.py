@@ -283,7 +283,7 @@ def test_gradients_of_a_step_that_did_not_end_are_one() -> None:
     """They have an event, and no step to be counted with."""
     seen = fact(catalog.EVENT_NONFINITE_GRADIENT, 9, 12_401, kinds=["inf"], layers=["out"], layers_affected=1, measured=False)
     ended = row(0, "failed", reason="exception", events=[seen])
-    assert health(run(ended)).text.endswith(" There has been 1 measured gradient that was not finite.")
+    assert health(run(ended)).text.endswith(" There has been 1 gradient found not finite.")
 
 
 def test_what_follows_spikes_on_a_higher_level_is_no_recovery() -> None:

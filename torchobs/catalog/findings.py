@@ -227,7 +227,7 @@ INTERRUPTED, NO_STEP = "Interrupted by Ctrl-C", "No step[ on {who}]"
 """Begins of a run's headline"""
 PAST = {
     "nonfinite_loss": ("loss that was not finite", "losses that were not finite"),
-    "nonfinite_gradient": ("measured gradient that was not finite", "measured gradients that were not finite"),
+    "nonfinite_gradient": ("gradient found not finite", "gradients found not finite"),
     "gradient_explosion": ("gradient explosion", "gradient explosions"),
     "loss_spike": ("loss spike", "loss spikes"),
     "gradient_vanishing": ("vanishing gradient", "vanishing gradients"),
@@ -337,8 +337,8 @@ progress info
       {loss:n}][, {speed}].
 over info
     short: {activity}.
-    long: {activity}[ after {ran:span}]: {ranks:rank}[unknown!, {steps:step}][unwritten? at least][unknown?, no step written][,
-      last loss {loss:n}].
+    long: {activity}[ after {ran:span}]: {ranks:rank}[unknown!, {steps:step}][unwritten? at least][unknown?, no step in its
+      file][, last loss {loss:n}].
 == time ==
 stalled warning
     short: {who} {count:makes|make} no step.

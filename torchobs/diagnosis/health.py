@@ -113,7 +113,7 @@ def headline(run: RunView) -> Finding:
 def _over(run: RunView, loss: float | None) -> Finding:
     """Return how a run without a living rank ended."""
     finished, interrupted = all(rank.state == "finished" for rank in run.ranks), _request(run.ranks) == "interrupted"
-    exact = any(rank.done == run.steps and not rank.unwritten for rank in run.ranks)
+    exact = any(rank.done == run.steps and not rank.unwritten and rank.newest_is_here for rank in run.ranks)
     return finding(
         "over",
         activity=AT_WORK["finished"] if finished else INTERRUPTED if interrupted else AT_WORK["ended"],

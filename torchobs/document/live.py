@@ -225,7 +225,8 @@ def figures(rank: RankView, run: RunView) -> Figures:
     subject = f"of rank {rank.rank}’s" if len(run.ranks) > 1 else "of the"
     entries = [
         Figure("State", rank.state, rank.reason if rank.reason not in {"", rank.state} else ""),
-        Figure("Steps", f"{run.steps:,}", f"{done}counted from 1, in {rank.lifetime}", run.steps),
+        Figure("Steps", f"{run.steps:,}", f"{done}counted from 1, in {rank.lifetime}", run.steps)
+        if run.steps or rank.newest_is_here else None,
         Figure("Time left", text_format.span(run.left_s), "at the present speed") if run.left_s is not None else None,
         Figure("Loss", text_format.number(rank.loss), _sum_of(rank), rank.loss) if rank.loss is not None else None,
         Figure("Step time", text_format.duration(rank.pace.step_s), "typical of the last steps", rank.pace.step_s)

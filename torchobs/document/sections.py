@@ -382,18 +382,15 @@ def epoch_table(rank: RankView) -> Table | None:
 def checkpoint_table(rank: RankView) -> Table | None:
     """Return the checkpoints that were saved, and the steps that were clipped."""
     saved, failed = rank.value(catalog.CHECKPOINTS, "saved"), rank.value(catalog.CHECKPOINTS, "failed")
-    rows = (
-        [("checkpoints", f"{text_format.count(saved)}{f', {text_format.count(failed)} failed' if failed else ''}")]
-        if saved or failed
-        else []
-    )
+    words = f"{text_format.count(saved)}{f', {text_format.count(failed)} failed' if failed else ''}"
+    rows = [("checkpoints", words)] if saved or failed else []
     at_s, size = rank.value(catalog.CHECKPOINT_TIMESTAMP), rank.value(catalog.CHECKPOINT_SIZE)
     if at_s:
         age_s, before = rank.last_s + (rank.beat_age_s if rank.up else 0.0) - at_s, "ago" if rank.up else "before the end"
         rows += [
             ("last one", f"{text_format.span(max(0.0, age_s))} {before}" + (f", {text_format.size(size)}" if size else ""))
         ]
-    counts = (("steps clipped", catalog.GRAD_CLIPPED_STEPS), ("measured gradients not finite", catalog.GRAD_NONFINITE_STEPS))
+    counts = (("steps clipped", catalog.GRAD_CLIPPED_STEPS), ("gradients found not finite", catalog.GRAD_NONFINITE_STEPS))
     return _pairs("Checkpoints and gradients", "Of the whole run", [*rows, *_counted(rank, counts)])
 
 
