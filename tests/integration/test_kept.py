@@ -276,7 +276,7 @@ def test_a_long_run_is_kept_from_its_beginning(place: Path, flight_dir: Path) ->
     assert (chart.series[0].points[0], chart.note) == ((10, 0.5), "Before step 15: as read now and then.")
     with Service(ExporterConfig(flight_dir=str(flight_dir))) as service:
         curves = json.loads(service.get(f"/live/past/curves?run={path.name}").body)
-    assert [column[0] for column in curves.values()] == [10, 5.0, 0.5, None, None, None]
+    assert [column[0] for column in curves.values()] == [10, None, 5.0, 0.5, None, None, None]
 
 
 SECRET = "--a-sentinel-argument"
@@ -317,15 +317,14 @@ def test_past_runs_in_a_browser(place: Path, flight_dir: Path, tmp_path: Path, p
     """Six runs at most, over steps or time, smoothed; values by pointer and keyboard on a phone; readable on a desk, too."""
     for at in range(8):
         history = [step(number, 8.0 - at + (number % 2), 1.0) for number in range(1, 101)]
-        kept.keep(run(f"run-{at}", history=history, last_s=history[-1].end_s + at), place, 9)
+        values = {catalog.STEPS_RESUMED_FROM: 0.0} if at else {}
+        kept.keep(run(f"run-{at}", history=history, last_s=history[-1].end_s + at, values=values), place, 9)
     with (
         Service(ExporterConfig(flight_dir=str(flight_dir))) as service,
         Browser(program("chromium"), tmp_path / "profile") as browser,
     ):
-        tabs = list[Tab]()
-        for width, dark in ((1280, False), (390, True)):
-            tab = browser.tab(f"http://{service.address}/live/past", width=width, dark=dark)
-            tabs.append(tab)
+        desk, phone = (browser.tab(f"http://{service.address}/live/past", width=w, dark=w < 999) for w in (1280, 390))
+        for tab, width in ((desk, 1280), (phone, 390)):
             until(tab, LINES, 3)
             tab.run("document.querySelectorAll('tbody input').forEach((one) => one.checked || one.click())")
             until(tab, LINES, 6)
@@ -333,11 +332,9 @@ def test_past_runs_in_a_browser(place: Path, flight_dir: Path, tmp_path: Path, p
             assert tab.run("document.documentElement.scrollWidth") <= width
             assert tab.run(CONTRASTS)[0][0] >= 4.5
             assert tab.run("[...document.querySelectorAll('input, select')].every((one) => one.labels.length)")
-        phone = tabs[-1]
         assert phone.run(VALUES).splitlines()[0] == "run-7 step 100: 1"
         box = json.loads(phone.run("JSON.stringify(document.getElementById('chart').getBoundingClientRect())"))
-        pointer = {"type": "mouseMoved", "x": box["left"] + 64, "y": box["top"] + 50}
-        phone.call("Input.dispatchMouseEvent", pointer)
+        phone.call("Input.dispatchMouseEvent", {"type": "mouseMoved", "x": box["left"] + 64, "y": box["top"] + 50})
         until(phone, VALUES, "run-7 step 1: 2")
         phone.call("Input.dispatchMouseEvent", {"type": "mouseMoved", "x": 1, "y": 1})
         until(phone, VALUES, "run-7 step 100: 1")
@@ -354,4 +351,6 @@ def test_past_runs_in_a_browser(place: Path, flight_dir: Path, tmp_path: Path, p
         assert "Six runs are drawn at most" in phone.run("said.textContent")
         phone.run("document.querySelector('tbody input').click()")
         until(phone, LINES, 5)
+        phone.run("[...document.querySelectorAll('tbody input')].at(-1).click()")
+        until(phone, f"{VALUES}.includes('run-0 (from its own first step)')", True)  # noqa: FBT003  # a value of JavaScript
         assert phone.complaints == []

@@ -16,7 +16,7 @@ from torchobs.document.blocks import Table
 from torchobs.document.kept import NotKeptError, RunSummary, summary_of
 from torchobs.document.text import style_for, table
 from torchobs.flight.events import plain
-from torchobs.ranks.runs import Listing, NoRunError, RunFiles, choose, default_directory, listing, load
+from torchobs.ranks.runs import Listing, NoRunError, RunFiles, choose, default_directory, listing, load, reason
 from torchobs.support import text as text_format
 
 RUNS_VERSION = 1
@@ -154,6 +154,6 @@ def keep(argv: Sequence[str]) -> int:
     try:
         path = kept.keep(chosen, place, max(1, settings.resolve({})[0].keep_runs))
     except (NotKeptError, OSError) as problem:
-        raise CommandError(f"not kept: {problem}") from None
+        raise CommandError(f"not kept in {text_format.clean(place)}: {reason(problem)}") from None
     sys.stdout.write(f"{' '.join(chosen.ranks[0].names)} is kept in {text_format.clean(path)}\n")
     return 0

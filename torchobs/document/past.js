@@ -119,6 +119,7 @@
       const answer = await fetch(box.value).catch(() => ({ ok: false }));
       if (answer.ok) run.course = await answer.json();
       else at("said").textContent = `${run.name} cannot be read.`;
+      if (answer.ok && run.course.before[0] === null) run.name += " (from its own first step)";
     }
     draw();
   }

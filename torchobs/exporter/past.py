@@ -82,13 +82,11 @@ async def _curves(request: Request) -> Response:
 
 
 def _columns(path: Path) -> dict[str, list[float | None]]:
-    """Return the steps of a run as columns; what is not finite is missing."""
+    """Return the steps of a run as columns, and where they begin; what is not finite, or unknown, is missing."""
     rank: dict[str, Any] = (run := kept.load(path)).data["ranks"][run.data["principal"]]
-    steps = all_steps(rank)
-    columns: dict[str, list[float | None]] = {
-        "step": [(run.side.resumed_from or 0) + step["step"] for step in steps],
-        "time_s": [step["end_s"] - rank["started"] for step in steps],
-    }
+    steps, before = all_steps(rank), run.side.resumed_from
+    columns: dict[str, list[float | None]] = {"step": [(before or 0.0) + step["step"] for step in steps], "before": [before]}
+    columns["time_s"] = [step["end_s"] - rank["started"] for step in steps]
     # the name of a number that is not finite is text
     curves = {field: [step[field] for step in steps] for field in CURVES}
     return columns | {field: [None if isinstance(cell, str) else cell for cell in values] for field, values in curves.items()}
