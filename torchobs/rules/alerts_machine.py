@@ -40,10 +40,8 @@ def _links_lost(*matchers: str) -> str:
 
 
 def _filesystem() -> Alert:
-    usage, limit = (
-        select(catalog.SYSTEM_FILESYSTEM_USAGE, 'system_filesystem_state="used"'),
-        select(catalog.SYSTEM_FILESYSTEM_LIMIT),
-    )
+    usage = select(catalog.SYSTEM_FILESYSTEM_USAGE, 'system_filesystem_state="used"')
+    limit = select(catalog.SYSTEM_FILESYSTEM_LIMIT)
     used, every = select(catalog.SYSTEM_FILESYSTEM_INODES, 'state="used"'), select(catalog.SYSTEM_FILESYSTEM_INODES)
     return Alert(
         alert="TorchobsFilesystemFull",

@@ -67,29 +67,22 @@ def _survivors() -> str:
     return first(living, f" {live}: a collective that needs all of them waits until it times out.")
 
 
-def _state(state: str, *matchers: str) -> str:
-    return select(catalog.RANK_STATE_SET, *matchers, f'state="{state}"')
-
-
-def _lasting_state(state: str, range_: str) -> str:
-    """Return the ranks that have been in a state all the time: other states have no series, or one at 0."""
-    others = select(catalog.RANK_STATE_SET, f'state!="{state}"')
-    return f"({lasting(_state(state), '== 1', range_, ONE_RANK)} unless on ({ONE_RANK}) max_over_time({others}[{range_}]) == 1)"
-
-
-def _stuck(hung: str) -> str:
-    """Return ranks that hang (``hung``: the selection) or do not answer, by their time without a step.
+def _stuck() -> str:
+    """Return ranks that hang or have not answered all the time, by their time without a step.
 
     Ranks in a phase that may last are not hung, nor ranks that wait for the evaluation of another rank of their replica group,
     even on another machine. Before its first step a rank may load a model, with Python's lock held, for as long as the exporter
     allows.
     """
     age, steps = select(catalog.RANK_PROGRESS_AGE), select(catalog.STEPS)
+    hung, silent, others = (
+        select(catalog.RANK_STATE_SET, f"state{which}") for which in ('="hung"', '="unresponsive"', '!="unresponsive"')
+    )
     aside = select(catalog.GOODPUT_TIME, 'state=~"evaluation|checkpoint|compile"')
     return f"""
         {age} and on ({ONE_RANK}) (
             (
-                {hung}
+                {hung} == 1
               unless on ({ONE_RANK}) (
                   {grouped(f"{age} < {WAITS_S}")}
                 and {ON_GROUP}
@@ -97,7 +90,8 @@ def _stuck(hung: str) -> str:
               )
             )
           or
-            {_lasting_state("unresponsive", UNRESPONSIVE)}
+            ({lasting(silent, "== 1", UNRESPONSIVE, ONE_RANK)}
+            unless on ({ONE_RANK}) max_over_time({others}[{UNRESPONSIVE}]) == 1)
             and on ({ONE_RANK}) {age} > {UNRESPONSIVE[:-1]} * 60
             and on ({ONE_RANK}) (max_over_time({steps}[{UNRESPONSIVE}]) > 0 or {age} > {FIRST_STEP_S:g})
         )"""
@@ -389,9 +383,7 @@ HUNG = Group(
     "torchobs.hung",
     (
         # recorded, since two alerts query it; 0 where no rank hangs, so that the series has no gaps
-        Recording(
-            STUCK, f"count {BY_RUN} ({_stuck(_state('hung') + ' == 1')}\n) or 0 * sum {BY_RUN} ({select(catalog.RANK_UP)})"
-        ),
+        Recording(STUCK, f"count {BY_RUN} ({_stuck()}\n) or 0 * sum {BY_RUN} ({select(catalog.RANK_UP)})"),
         # the exporter's state *hung*: no step for 20 times the 99th percentile, at least a minute
         Alert(
             "TorchobsRankHung",

@@ -73,6 +73,7 @@ TWINS = "rank_number:torchobs_rank_up:several"
 ALIVE = "run:torchobs_rank_up:sum"
 FAILED = "run:torchobs_rank_exit:failed"
 LEFT = "run:torchobs_rank_exit:left"
+LEFT_AT = "rank_number:torchobs_rank_exit:left_at"
 WORLD_SIZE = "run:torchobs_world_size:max"
 MISSING = "run:torchobs_rank_up:missing"
 FIRST_START = "run:torchobs_rank_start_time_seconds:first"
@@ -116,7 +117,8 @@ def runs() -> Group:
             Recording(FAILED, f"{ended(FAULTS)} or 0 * {ALIVE}"),
             Recording(LEFT, f"{ended('|'.join(NO_FAULT))} or 0 * {ALIVE}"),
             Recording(WORLD_SIZE, f"max {BY_RUN} ({select(catalog.WORLD_SIZE)})"),
-            Recording(MISSING, f"clamp_min({WORLD_SIZE} - {ON_RUN} {ALIVE} - {ON_RUN} {LEFT}, 0) and {ON_RUN} {ALIVE} > 0"),
+            Recording(LEFT_AT, _left_at()),
+            Recording(MISSING, f"clamp_min({WORLD_SIZE} - {ON_RUN} {ALIVE} - {ON_RUN} {_left()}, 0) and {ON_RUN} {ALIVE} > 0"),
             Recording(FIRST_START, _first_start()),
             Recording(CHECKPOINT, f"max {BY_RUN} ({select(catalog.CHECKPOINT_TIMESTAMP)})"),
             Recording(TOKENS, _tokens()),
@@ -140,6 +142,18 @@ def gone(reasons: str = "", *matchers: str) -> str:
     exits = select(catalog.RANK_EXIT, *matchers, *([f'reason=~"{reasons}"'] if reasons else []))
     again = f"unless on ({ONE_NUMBER}) {select(catalog.RANK_UP, *matchers)} == 1"
     return f"max by ({ONE_NUMBER}) (max_over_time({exits}[{SEEN}])) == 1 {again}"
+
+
+def _left_at() -> str:
+    """Return when ranks were first seen to have left in order, remembered while others of their run go on."""
+    seen = f"last_over_time({LEFT_AT}[{GONE}]) or 0 * ({gone('|'.join(NO_FAULT))}) + time()"
+    return f"({seen}) unless on ({ONE_NUMBER}) {select(catalog.RANK_UP)} == 1 and {ON_RUN} {ALIVE} > 0"
+
+
+def _left() -> str:
+    """Return how many ranks have left a run: lately, or since a rank started; after a restart the ends are seen late."""
+    since = f"{LEFT_AT} - 30 > {ON_RUN} group_left () max {BY_RUN} ({select(catalog.RANK_START_TIME)})"
+    return f"(count {BY_RUN} ({since}) > {ON_RUN} {LEFT} or {LEFT})"
 
 
 def _first_start() -> str:
