@@ -488,6 +488,8 @@ CHECKPOINTS = Group(
             time() - last_over_time({recorded.CHECKPOINT}[{PAST}]) > 600
             and on ({ONE_RUN})
             {recorded.ALIVE} > 0
+            unless on ({ONE_RUN})
+            max {BY_RUN} (increase({select(catalog.STEPS)}[{SEEN}])) == 0
             """,
             "has saved no checkpoint for {{ $value | humanizeDuration }}.",
             "That is more than @checkpoint_cadences@ times its usual interval. If it ends now, all work since then is lost."
