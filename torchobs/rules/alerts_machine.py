@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from torchobs import catalog
-from torchobs.rules.promql import BY_RUN, ONE_RANK, ONE_RUN, select
+from torchobs.rules.promql import BY_RUN, ONE_RANK, ONE_RUN, lasting, select
 from torchobs.rules.recordings import name, recent
 from torchobs.rules.rule_file import AT, DURATION, EXPORTER, SEEN, SHARE, THIS_RUN, WINDOW, Alert, Culprits, Group, amount
 
@@ -22,9 +22,9 @@ _PORT = "cluster, instance, device, port"
 
 
 def _tensor_share(*matchers: str) -> str:
-    """Return the share of a rank's device memory that tensors held over the whole window."""
+    """Return the share of a rank's device memory that tensors held over the whole window; none of a younger one."""
     allocated, limit = select(catalog.MEMORY_DEVICE_ALLOCATED, *matchers), select(catalog.MEMORY_DEVICE_LIMIT, *matchers)
-    return f"min_over_time({allocated}[{WINDOW}]) / on ({ONE_RANK}, device) ({limit} > 0)"
+    return f"min_over_time({allocated}[{WINDOW}]) / on ({ONE_RANK}, device) ({limit} > 0 and {limit} offset {WINDOW})"
 
 
 def _split(*matchers: str) -> str:
@@ -149,7 +149,7 @@ MEMORY = Group(
         ),
         Alert(
             "TorchobsOutOfMemoryNear",
-            f"min_over_time({select(catalog.MEMORY_HOST_UTILIZATION)}[{WINDOW}]) > @memory@",
+            lasting(select(catalog.MEMORY_HOST_UTILIZATION), "> @memory@", WINDOW, f"{_MACHINE}, limit"),
             "is close to its memory limit.",
             "For 10 minutes {{ $value | humanizePercentage }} of a container's or a machine's memory has been in use and "
             "cannot be reclaimed; at 100 % the kernel kills processes. Raise the limit, or use fewer data loader workers.",
@@ -206,7 +206,7 @@ MEMORY = Group(
         Alert(
             "TorchobsCpuSaturated",
             f"""1 - sum by ({_MACHINE}) (rate({select(catalog.SYSTEM_CPU_TIME, 'cpu_mode="idle"')}[{WINDOW}])) """
-            f"/ on ({_MACHINE}) ({select(catalog.HOST_CPUS)} > 0) > @cpu@",
+            f"/ on ({_MACHINE}) ({select(catalog.HOST_CPUS)} > 0 and {select(catalog.HOST_CPUS)} offset {WINDOW}) > @cpu@",
             f"The processors of {EXPORTER} are busy.",
             "{{ $value | humanizePercentage }} of their time in the last 10 minutes was used: data loaders and kernel launches "
             "wait for each other. Use fewer workers and threads, or fewer jobs on this machine.",
