@@ -63,10 +63,13 @@ def test_what_is_no_leak() -> None:
 def test_the_limit_is_foretold_by_a_straight_line() -> None:
     """Not beyond sixty times what was seen of it, nor a week; after a day without growth four minutes of a leak are enough."""
     steady = Growth(1.0, 1e6, 300.0, sustained=True)
-    foretold = [time_to_limit_s(steady, room) for room in (3.6e9, 18e9, 18.1e9, -5.0)]
-    assert foretold == [3600.0, 18_000.0, None, 0.0]
-    assert time_to_limit_s(steady._replace(seconds=1e9), 8 * 86_400 * 1e6) is None
+    assert [time_to_limit_s(steady, room) for room in (3.6e9, 18e9, 18.1e9, -5.0)] == [3600.0, 18_000.0, None, 0.0]
+    assert [time_to_limit_s(steady._replace(seconds=1e9), days * 86_400e6) for days in (7, 8)] == [7 * 86_400, None]
+    assert time_to_limit_s(steady._replace(sustained=False), 1.0) is None
+    assert time_to_limit_s(steady._replace(per_second=-1.0), 1.0) is None
     assert soonest([None, steady, steady._replace(per_second=2e6)], 3.6e9) == 1800.0
+    growths = [grows(course(lambda index, rate=rate: 400 * MIB + index * rate * MIB)) for rate in (0.25, 0.27)]  # type: ignore[misc]
+    assert [soonest([None, growth], 0.0) for growth in growths] == [None, 0.0], "8 MiB in two thirds of the points"
     history = growth.MemoryHistory()
     for index in range(8640 + LEAST):
         history.add(MemoryPoint(index * 100, index * 10.0, 4 * GIB + max(0, index - 8640) * 100 * MIB))

@@ -118,7 +118,7 @@ def test_a_rank_stands_still_after_twenty_usual_steps_and_ten_seconds() -> None:
     assert still([0.1] * 1000 + [60.0] * 2, 50.0) == Standstill(50.0, 0.1, habitual=True)
     assert still([0.1] * 1000 + [60.0] * 2, 200.0) == Standstill(200.0, 0.1)
     assert still([0.1] * 1000 + [60.0], 50.0) == Standstill(50.0, 0.1)
-    assert still([0.1, 60.0], 50.0) is None
+    assert [still([0.1, 60.0], quiet_s) for quiet_s in (120.0, 130.0)] == [None, Standstill(130.0, 60.0)]
 
 
 WAITING = GroupProgress(413, 412, 60.0, "all_reduce", 4000.0)

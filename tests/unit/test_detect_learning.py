@@ -20,7 +20,7 @@ def moving(part: float) -> LayerSample:
     return LayerSample(part, unfed=False, zero=False)
 
 
-USUAL, LOST = moving(1e-3), moving(1e-12)
+USUAL, LOST = moving(1e-3), moving(0.9e-9)
 UNFED = LayerSample(0.0, unfed=True, zero=False)
 ZERO = LayerSample(0.0, unfed=False, zero=True)
 NOTHING = StuckLayers((), (), ())
@@ -51,7 +51,7 @@ def test_it_has_to_last(sample: LayerSample) -> None:
 
 def test_layers_that_are_slow_together_or_wake_up_are_left_in_peace() -> None:
     """At a rate of nearly nothing all keep pace; one may wake up behind a gate; one that only varies far below is lost."""
-    for parts in ((1e-12, 1e-9), (1e-7, 10.0), (0.0, 0.0)):
+    for parts in ((1.1e-15, 1e-9), (1e-7, 10.0), (0.0, 0.0)):
         layers = dict(zip("ab", map(moving, parts), strict=True))
         assert judged(lambda _, layers=layers: layers) == NOTHING  # type: ignore[misc]
     assert judged(lambda look: {"a": moving(1e-14 * 11.0**look), "b": moving(1.0)}) == NOTHING

@@ -374,7 +374,7 @@ TUNED = [*rates((30.0, 100)), *(slow._replace(new_model=slow.step == 101) for sl
 def test_a_learning_rate_of_zero_is_told() -> None:
     """A schedule for fewer steps than there are, or one that nobody steps; not what schedules and frozen groups do as well."""
     cases: list[tuple[list[Step], dict[str, float], str]] = [
-        (rates((1e-3, 100), (0.0, 500)), {"1": 0.0}, "was 0 from step 101 on: 500 steps changed nothing."),
+        (rates((1e-3, 900), (0.0, 50)), {"1": 0.0}, "was 0 from step 901 on: 50 steps changed nothing."),
         (rates((0.0, 300)), {}, "was 0 in all steps: 300 steps changed nothing."),
         (rates((0.0, 300), first=9_000), {}, "was 0 from step 9,000 or before on: 300 steps changed nothing."),
         (HALVED, {"1": 1e-20}, "was below 5.96e-11 from step 24 on, after 0.001: 277 steps changed next to nothing."),
@@ -383,7 +383,7 @@ def test_a_learning_rate_of_zero_is_told() -> None:
         (annealed(100), {}, ""),
         (annealed(4_000, 2), {}, ""),
         (rates((1e-3, 900), (0.0, 40)), {}, ""),
-        (rates((0.0, 30), (1e-3, 100)), {}, ""),
+        (rates((0.0, 30), (1e-3, 100), (0.0, 19)), {}, ""),
         (rates((None, 300)), {}, ""),
         (rates((0.0, 300)), {"1": 1e-3}, ""),
     ]
