@@ -297,7 +297,7 @@ class Attention(nn.Module):
         query, key, value = self.qkv(x).chunk(3, -1)
         scores, mask = query @ key.transpose(-1, -2), pad[:, None]
         if self.way == "masked_fill":
-            scores = scores.masked_fill(mask, -INFINITY)
+            scores = (scores / 2.0).masked_fill(mask, -INFINITY)
         elif self.way == "add":
             scores = scores + torch.zeros(mask.shape).masked_fill(mask, -INFINITY)
         elif self.way == "where":

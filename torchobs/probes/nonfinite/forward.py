@@ -379,7 +379,7 @@ def compute(node: GraphNode, operands: Mapping[str, Any], stand_ins: Sequence[st
     if overload is None or torch.Tag.nondeterministic_seeded in overload.tags or any(w in node.operator for w in _NOT_AGAIN):
         return ()
     values: dict[str, Any] = {name: torch.zeros(()) for name in stand_ins}
-    values |= {"dtype": type_of(node.function), **node.settings(), **operands}  # a cast does not keep its argument
+    values |= {"dtype": type_of(node.function), "size": size_of(node.function), **node.settings(), **operands}  # of a view
     arguments = overload._schema.arguments
     if not all(argument.name in values or argument.has_default_value() for argument in arguments):
         return ()
