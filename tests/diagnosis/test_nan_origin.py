@@ -304,7 +304,7 @@ class Faulty(torch.autograd.Function):
 
 
 def test_a_derivative_that_the_user_has_written_is_named(flight_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a step that was not measured, of a finite loss: the next one's graph and the weights tell."""
+    """By its class and line, in a step that was not measured, of a finite loss: the next one's graph and the weights tell."""
     torch.manual_seed(0)
     recorder = recording(flight_dir, log_level="ERROR", grad_interval=100)
     run = next(recorder)
@@ -316,8 +316,8 @@ def test_a_derivative_that_the_user_has_written_is_named(flight_dir: Path, monke
         torch.autograd.backward(head(Faulty.apply(body(torch.randn(5, 4)))).square().mean())  # type: ignore[no-untyped-call]
         optimizer.step()
     run.look()
-    (frame,) = run.frames(catalog.EVENT_NONFINITE_ORIGIN.name)
-    assert (frame["attrs"]["origin"], frame["attrs"]["operator"], frame["step"]) == ("backward", "faulty", 6)
+    ((step, culprit),) = [(frame["step"], frame["attrs"]) for frame in run.frames(catalog.EVENT_NONFINITE_ORIGIN.name)]
+    assert (culprit["origin"], culprit["operator"], step, __file__ in culprit["location"]) == ("backward", "Faulty", 6, True)
     next(recorder, None)
 
 

@@ -38,6 +38,7 @@ class GraphNode:
         self.operator = operator_of(name)
         self.builtin = "" if hasattr(function, "_forward_cls") and self.operator not in OPAQUE else self.operator
         """The same, but empty for a function written in Python: that is no operator of torch, whatever its name"""
+        self.operator = self.builtin or name.rpartition("::")[2].removesuffix("Backward")
         self.parameter: torch.Tensor | None = function.variable if _LEAF in name else None
         self.inputs: list[tuple[GraphNode | None, int]] = []
         """For each differentiable tensor argument the node that made it, and the index of the output; ``None``: no gradient"""

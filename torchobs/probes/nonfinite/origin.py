@@ -47,7 +47,6 @@ BY_ZERO = "it divides by 0"
 CAST = "in float16 numbers beyond 65,504 are infinite"
 OVER_NOTHING = "it is over nothing, since the batch, or what was selected of it, is empty, and the mean over none is NaN"
 NAME = "{name}"
-_SOFTMAX = frozenset({"softmax", "log_softmax"})
 _MEAN = 1
 """``reduction`` of a loss"""
 
@@ -348,7 +347,7 @@ def cause_of(node: GraphNode) -> str:
     """Return why an operator produced NaN from finite operands; empty if unseen. :data:`NAME` is the variable's place."""
     if node.builtin.startswith("nll_loss") and (words := _ignored_targets(node)):
         return words
-    if node.builtin in _SOFTMAX:
+    if node.builtin in {"softmax", "log_softmax"}:
         return MASKED_ROW if _has_masked_row(node) else ""
     if node.builtin == "div" and (divisor := node.kept.get("other")) is not None and not bool(divisor.all()):
         return BY_ZERO
