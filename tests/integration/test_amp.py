@@ -97,7 +97,7 @@ def test_a_collapsed_scale_is_told_once(run: Recording, caplog: pytest.LogCaptur
     assert run.values()[STREAK] == 6
     assert run.attributes("torchobs.amp.scale_collapsed") == [{"scaler": "0", "scale": 0.5}]
     assert [line.getMessage() for line in caplog.records if "loss scale" in line.getMessage()] == [
-        "torchobs: The loss scale has fallen to 0.5: gradients were not finite at any larger one, and such steps are skipped."
+        "torchobs: The loss scale has fallen to 0.5: it is lowered, and the step skipped, whenever gradients are not finite."
     ]
     scaler.update(new_scale=256.0)
     run.look()

@@ -201,7 +201,7 @@ def test_what_is_said_of_a_run() -> None:
         ([row(rank, "failed", reason="terminated", age_s=3) for rank in (0, 1)], "Ranks 0 and 1 were terminated.", WARNING),
         *(([row(0, "failed", reason=reason, age_s=3), row(1)], "", ERROR) for reason in ("terminated", "interrupted")),
         # what an alert is about, and its healthy twins
-        ([row(0, values=skips(40, 0.5))], "not finite at any larger one, and such steps are skipped.", ERROR),
+        ([row(0, values=skips(40, 0.5))], "it is lowered, and the step skipped, whenever gradients are not finite.", ERROR),
         ([row(0, values=skips(20, 1.0))], "The loss scaler skips every step: nothing is learned.", WARNING),
         ([row(0, values=skips(19, 0.5))], WELL, INFO),
         ([row(0, values=skips(30, 4.0))], WELL, INFO),

@@ -150,7 +150,7 @@ EVENT_LEFT_OUT_PARAMETERS = warning(
 )
 EVENT_AMP_SCALE_COLLAPSED = warning(
     "torchobs.amp.scale_collapsed",
-    "A loss scale fell below 1: gradients are not finite at larger ones.",
+    "A loss scale fell below 1: again and again gradients are not finite.",
     SCALER,
     Attribute("scale", "the loss scale"),
 )

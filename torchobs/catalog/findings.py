@@ -558,7 +558,7 @@ amp_skips warning alert=TorchobsLossScaleStuck
 amp_many_skips warning
     short: The loss scaler skipped {skipped:,} of {steps:step}.
 amp_scale_collapsed error source=torchobs.amp.scale_collapsed
-    short: The loss scale has fallen to {scale:n}: gradients were not finite at any larger one, and such steps are skipped.
+    short: The loss scale has fallen to {scale:n}: it is lowered, and the step skipped, whenever gradients are not finite.
 amp_unscaled warning source=torchobs.amp.unscaled
     short: Training in float16 autocast has no GradScaler: small gradients become zero. Use torch.amp.GradScaler, or
       bfloat16.
