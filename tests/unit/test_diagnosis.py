@@ -17,7 +17,7 @@ from torchobs.diagnosis.diagnosis import diagnose_run
 from torchobs.diagnosis.endings import compare, culprits, first_failed
 from torchobs.diagnosis.hangs import stall
 from torchobs.diagnosis.health import ERROR, INFO, WARNING, diagnose
-from torchobs.document.run import Options, document
+from torchobs.document.run import Options, _findings, document
 from torchobs.flight.artifacts import PROFILE, STACKS, STUCK, ArtifactName, named
 from torchobs.flight.reader import Distribution
 from torchobs.flight.throughput import Throughput
@@ -166,6 +166,14 @@ def test_the_rank_that_failed_first_is_named_where_that_is_certain(ranks: list[R
     accusations = [(finding.kind, finding.rank) for finding in culprits(ranks)]
     assert accusations == ([(kind, str(first))] if kind else [])
     assert first_failed(ranks)[0] is (None if first is None else ranks[first])
+
+
+def test_only_ends_by_the_same_exception_are_one_sentence() -> None:
+    """Another exception of another rank is not hidden behind them."""
+    files = {0: "train", 2: "train", 3: "data"}
+    ranks = [GONE, *(raised(number, 10.1, f"{file}.py:7 in main") for number, file in files.items())]
+    texts = [item.words for item in _findings(ranks, diagnose_run(ranks), set()).items if "ended by" in item.words]
+    assert ["Much the same goes for 1 more rank." in text for text in texts] == [True, False]
 
 
 def test_the_rank_from_which_a_nan_came_is_shown_and_missing_ones_are_counted() -> None:

@@ -215,26 +215,18 @@ def test_the_hang_timeout_is_learned_from_the_rank_s_own_steps() -> None:
         assert rank_state.hang_timeout_s(measured, SECONDS_BOUNDS) == timeout_s
 
 
-def test_who_vanishes_near_a_limit_likely_ran_out_of_memory() -> None:
-    """The state is lost all the same: nobody saw the kernel do it."""
-    cases: list[tuple[MemoryUse | None, str]] = [
-        (None, "lost"),
-        (MemoryUse(cgroup=0.949, machine=0.979), "lost"),
-        (MemoryUse(cgroup=0.95), "out_of_memory"),
-        (MemoryUse(machine=0.98), "out_of_memory"),
-        (MemoryUse(kill_age_s=60.0), "out_of_memory"),
-        (MemoryUse(kill_age_s=61.0), "lost"),
-    ]
-    for memory, why in cases:
-        assert rank_state.ending(None, 0, memory) == ("lost", why)
-
-
 FULL = MemoryUse(cgroup=1.0, machine=1.0, kill_age_s=0.0)
 
 
-def test_who_said_how_it_ends_did_not_run_out_of_memory() -> None:
-    """An exit word is a word, at whatever limit; and a rank that was asked to end has not failed by itself."""
-    cases: list[tuple[int, int, MemoryUse | None, tuple[str, str]]] = [
+def test_who_vanishes_near_a_limit_likely_ran_out_of_memory() -> None:
+    """It is lost all the same. An exit word is a word, at whatever limit; whoever was asked to end has not failed by itself."""
+    cases: list[tuple[int | None, int, MemoryUse | None, tuple[str, str]]] = [
+        (None, 0, None, ("lost", "lost")),
+        (None, 0, MemoryUse(cgroup=0.949, machine=0.979), ("lost", "lost")),
+        (None, 0, MemoryUse(cgroup=0.95), ("lost", "out_of_memory")),
+        (None, 0, MemoryUse(machine=0.98), ("lost", "out_of_memory")),
+        (None, 0, MemoryUse(kill_age_s=60.0), ("lost", "out_of_memory")),
+        (None, 0, MemoryUse(kill_age_s=61.0), ("lost", "lost")),
         # the mark of a SIGTERM, and the status of a program that handles it itself
         (Exit.TERMINATED, 143, FULL, ("failed", "terminated")),
         (Exit.EXIT_CODE, 143, FULL, ("failed", "terminated")),

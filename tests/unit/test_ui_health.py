@@ -136,7 +136,7 @@ def test_what_is_said_of_a_run() -> None:
         ),
         (but(row(6, "unresponsive", age_s=12)), training(7) + "Rank 6 does not respond.", ERROR),
         (
-            [row(rank, age_s=45, still=Standstill(45 + rank, 0.057)) for rank in range(2)],
+            [row(0, age_s=45), row(1, age_s=46, still=Standstill(46, 0.057))],
             "No step for 46 s (usual: 57 ms): 2 of 2 ranks alive, step 12,400, loss 2.313.", WARNING,
         ),
         (

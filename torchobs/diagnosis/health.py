@@ -23,7 +23,7 @@ from torchobs.catalog.findings import (
     finding,
     sentence,
 )
-from torchobs.detect.hangs import PATIENT_PHASES
+from torchobs.detect.hangs import LEAST_S, PATIENT_PHASES
 from torchobs.diagnosis.comparison import beside_each_other
 from torchobs.diagnosis.endings import culprits, ending
 from torchobs.diagnosis.from_events import remembered, source
@@ -94,7 +94,8 @@ def headline(run: RunView) -> Finding:
     elif still:
         longest = max((rank.standstill for rank in still if rank.standstill), key=lambda standstill: standstill.seconds)
         values |= {"quiet": longest.seconds, "usual": longest.usual_step, "habitual": longest.habitual}
-        values["activity"] = sentence(NO_STEP, {"who": None if len(still) == len(alive) else _named(still)})
+        everywhere = all(rank in still or (rank.progress_age_s or 0.0) >= LEAST_S for rank in alive)
+        values["activity"] = sentence(NO_STEP, {"who": None if everywhere else _named(still)})
     speeds = [rank.speed.per_s for rank in alive if rank.speed and rank.speed.per_s]
     return finding(
         "progress",

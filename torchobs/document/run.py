@@ -121,14 +121,13 @@ def _sections(every: Sequence[RankView], diagnosis: RunDiagnosis, options: Optio
 
 
 def _findings(every: Sequence[RankView], diagnosis: RunDiagnosis, names: set[str]) -> Items:
-    """Return the findings on the run and on the rank shown in full, and how the others ended; equal endings once."""
-    others: dict[tuple[str, str], list[Finding]] = {}
+    """Return the findings on the run and on the rank shown in full, and how the others ended; endings of one kind once."""
+    others: dict[tuple[object, ...], list[Finding]] = {}
     for index, report in enumerate(every):
         if index != diagnosis.principal:
-            others.setdefault((report.state, report.reason), []).append(diagnosis.by_rank[index][0])
-    endings = []
-    for ending, *alike in others.values():
-        endings.append(ending._replace(values={**ending.values, "alike": len(alike) or None}))
+            ending = diagnosis.by_rank[index][0]
+            others.setdefault((report.state, report.reason, ending.values.get("exception")), []).append(ending)
+    endings = [end._replace(values={**end.values, "alike": len(alike) or None}) for end, *alike in others.values()]
     findings = (*diagnosis.together, *diagnosis.by_rank[diagnosis.principal], *endings)
     items = (Item(finding.severity, finding.long, finding.section if finding.section in names else "") for finding in findings)
     return Items(tuple(items))
