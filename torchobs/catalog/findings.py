@@ -33,7 +33,7 @@ _UNNAMED, _NAMELESS = "unnamed", "a parameter of no module"
 """A parameter that neither a module nor a variable holds (``probes.nonfinite.origin.UNNAMED``), and the words for it"""
 OTHER_RANKS = "gradients are averaged, and another rank may have had it first"
 """Note of an origin among ranks that average their gradients"""
-_MORE = "[ It is past: the last {healthy:,} steps were healthy.][ Much the same goes for {alike:more rank}.]"
+_MORE = "[ It is past: the last {healthy:,} steps were healthy.][ Much the same goes for {more_ranks:more rank}.]"
 """Follows a finding from which the training has recovered, and one that stands for equal ones of other ranks"""
 _CONDITION = re.compile(r"(\w+)([?!])")
 

@@ -127,7 +127,7 @@ def _findings(every: Sequence[RankView], diagnosis: RunDiagnosis, names: set[str
         if index != diagnosis.principal:
             ending = diagnosis.by_rank[index][0]
             others.setdefault((report.state, report.reason, ending.values.get("exception")), []).append(ending)
-    endings = [end._replace(values={**end.values, "alike": len(alike) or None}) for end, *alike in others.values()]
+    endings = [end._replace(values={**end.values, "more_ranks": len(alike) or None}) for end, *alike in others.values()]
     findings = (*diagnosis.together, *diagnosis.by_rank[diagnosis.principal], *endings)
     items = (Item(finding.severity, finding.long, finding.section if finding.section in names else "") for finding in findings)
     return Items(tuple(items))
