@@ -222,7 +222,7 @@ DISTRIBUTED_INFO = gauge(
     "torchobs.distributed.info",
     "",
     Attribute("backend", "e.g. nccl"),
-    Attribute("parallelism", "ddp, fsdp1, fsdp2, hsdp, tensor; joined by +"),
+    Attribute("parallelism", "ddp, fsdp1, fsdp2, hsdp, tensor, join; by +"),
     Attribute("mesh", "e.g. dp=4,tp=2"),
     survives=True,
 ).described("Constant 1; labels: how the training is spread over ranks.")

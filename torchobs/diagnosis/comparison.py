@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import Any
 
-from torchobs.catalog import PHASES
+from torchobs.catalog import DISTRIBUTED_INFO, PHASES
 from torchobs.catalog.findings import Finding, finding
 from torchobs.detect.disagreement import differing, drifted, same_batches, same_losses
 from torchobs.detect.speed import LEAST_EXCESS_S, LEAST_STEPS, SLOW
@@ -21,8 +21,10 @@ _MOST_NAMED = 4
 def beside_each_other(ranks: Sequence[RankView], expected: int) -> Iterator[Finding]:
     """Yield the differences between ranks, and how many are missing of the ``expected`` ones on this machine."""
     for team in labels.teams(ranks):
-        yield from _disagreeing(team)
-        yield from _weights_apart(team)
+        uneven = any("+join" in kinds for rank in team for values in rank.values(DISTRIBUTED_INFO) for kinds in values)
+        if not uneven:  # else a step's number is not the same step on all ranks
+            yield from _disagreeing(team)
+            yield from _weights_apart(team)
         yield from _batches_alike(team)
     if len(ranks) < expected:
         yield finding("ranks_missing", missing=expected - len(ranks), here=len(ranks), expected=expected)

@@ -153,7 +153,7 @@ def by_axis(places: Mapping[str, Place]) -> dict[str, Place]:
     Replicated and sharded data parallelism are one axis: the index counts shards first.
     """
     axes = {axis: places[name] for axis, names in _NAMES.items() for name in names[::-1] if name in places}
-    parts = [part for names in (_REPLICATE, _SHARD) if (part := _first(places, names)) is not None]
+    parts = [part for names in (_REPLICATE, _SHARD) for part in [places[name] for name in names if name in places][:1]]
     if parts and "dp" not in axes:
         index = size = 0
         for part in parts:
@@ -167,10 +167,6 @@ def axis_of(name: str | None) -> str | None:
     if name in {*_REPLICATE, *_SHARD}:
         return "dp"
     return next((axis for axis, names in _NAMES.items() if name in names), None)
-
-
-def _first(places: Mapping[str, Place], names: Iterable[str]) -> Place | None:
-    return next((places[name] for name in names if name in places), None)
 
 
 class Parallelism(NamedTuple):
@@ -285,6 +281,7 @@ class DistributedProbe:
         self._objects: set[int] = set()
         self._published: tuple[object, ...] | None = None
         self._fresh = False
+        self._join = ""
         self._info: dict[Metric, dict[str, str]] = {}
 
     def install(self, context: ProbeContext) -> None:
@@ -385,7 +382,7 @@ class DistributedProbe:
 
     def _publish_group(self, backend: str, world_size: int) -> None:
         spread = self._parallelism
-        parallelism, mesh = "+".join(spread.kinds), ",".join(f"{name}={size}" for name, size in spread.mesh)
+        parallelism, mesh = "+".join(spread.kinds) + self._join, ",".join(f"{name}={size}" for name, size in spread.mesh)
         self._context.set_gauge(catalog.DISTRIBUTED_WORLD_SIZE, world_size)
         self._context.set_gauge(catalog.DISTRIBUTED_COPIES, spread.copies)
         if spread.coordinates:
@@ -401,6 +398,8 @@ class DistributedProbe:
     def _read_ddp(self) -> None:
         """Read DDP's loggers. Several models (a GAN's) are summed; common settings are those of the largest."""
         data = [model._get_ddp_logging_data() for model in self._living() if getattr(model, "logger", None) is not None]
+        if not self._join and any(getattr(getattr(model, "_join_config", None), "enable", False) for model in self._living()):
+            self._join, self._fresh = "+join", True
         timed = [logged for logged in data if logged.get("iteration", 0) > 0 and not logged.get("has_error")]
         for part, key in _PARTS.items() if timed else ():
             self._context.set_gauge(catalog.DDP_TIME, sum(logged.get(key, 0) for logged in timed) / 1e9, {"part": part})
@@ -428,5 +427,4 @@ class DistributedProbe:
 
 def _setup(data: Mapping[str, Any]) -> dict[str, str]:
     switches = ("find_unused_parameters", "static_graph", "gradient_as_bucket_view")
-    chosen = {name: "true" if data.get(name) else "false" for name in switches}
-    return chosen | {"comm_hook": str(data.get("comm_hook", ""))}
+    return {name: "true" if data.get(name) else "false" for name in switches} | {"comm_hook": str(data.get("comm_hook", ""))}
