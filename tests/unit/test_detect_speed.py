@@ -32,7 +32,6 @@ def test_from_where_a_step_is_slow_and_when_steps_have_become_so() -> None:
 def test_what_is_no_slowdown() -> None:
     """Ten slow steps of 1 ms, a stopped machine, a neighbour that comes and goes, two loader workers, one of them late."""
     assert slowed_from([0.001] * 4_000 + [0.03] * 10) is None
-    assert slowed_from([0.001] * 60_000 + [2.0] + [0.001] * 5) is None
     assert slowed_from([0.1] * 600 + [15.0] + [0.1] * 20) is None
     assert slowed_from([0.1] * 300 + [0.3] * 40 + [0.1] * 300 + [0.3] * 40) is None
     for seed in range(20):

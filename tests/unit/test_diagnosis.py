@@ -361,6 +361,9 @@ def test_gradients_that_were_not_finite_or_vanished_are_told() -> None:
     values: dict[Any, Any] = {(catalog.ANOMALIES, "gradient_vanishing"): 8, **norms}
     text = told(facts(steps(100), values=values))["gradient_vanishing"]
     assert text == "The gradient norm was vanishingly small, or zero, in 8 steps of the 12 measured."
+    for measured in (19, 20):  # from the first step on, so that no usual norm shows that it vanished
+        norms = {catalog.GRAD_NORM_DISTRIBUTION: Distribution((measured, 0), 0.0, 0.0, 0.0)}
+        assert ("zero_gradients" in told(facts(steps(100), values=norms))) is (measured == 20)
 
 
 def rates(*runs: tuple[float | None, int], first: int = 1) -> list[Step]:

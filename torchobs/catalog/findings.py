@@ -506,6 +506,9 @@ gradient_vanishing warning alert=TorchobsGradientVanishing source=torchobs.anoma
     short: Gradients vanish[: the norm is {value:n} in step {step:,}, usual is {baseline:n}][ on {where}].
     long: The gradient norm was vanishingly small, or zero, in {vanished:step} of the {measured:,} measured.[ At the end
       {zero:%} of the parameters had gradients of exactly zero.]
+zero_gradients warning
+    short: Every gradient is zero[ on {where}]: nothing is learned.
+    long: All gradients were exactly zero in each of the {measured:,} measured steps: the parameters do not change the loss.
 diverged warning alert=TorchobsLossDiverged source=torchobs.anomaly key=diverged
     short: The loss has diverged[ to {value:n} in step {step:,}, its start was {baseline:n}][ on {where}].
     long: The loss rose[ from {start:n}][start! from its start] to {left:n} times that or more within its first {warm_up:,}

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from torchobs import catalog
 from torchobs.catalog import Severity
 from torchobs.catalog.findings import ORIGIN, Finding, finding
-from torchobs.detect.learning import LEAST_SKIPPED, NEGLIGIBLE, ZeroRate, is_stuck
+from torchobs.detect.learning import LEAST_SKIPPED, LEAST_ZEROS, NEGLIGIBLE, ZeroRate, is_stuck
 from torchobs.detect.spikes import (
     LEAST_EXPLOSIONS,
     LEAST_LOSS_SPIKES,
@@ -271,10 +271,12 @@ def _nonfinite_gradients(report: RankView) -> Iterator[Finding]:
 
 def _vanished(report: RankView) -> Iterator[Finding]:
     kind = "gradient_vanishing"
-    count = report.counted.get(kind, 0)
+    count, norms = report.counted.get(kind, 0), report.readings.distribution(catalog.GRAD_NORM_DISTRIBUTION)
     if count or kind in report.anomalies:
         measured, zero = max(report.measured_norms, count), report.value(catalog.GRAD_ZERO) or None
         yield _newest(report, kind, vanished=count, measured=measured, zero=zero, **_judged(report, kind))
+    elif norms and norms.greatest == 0.0 and report.measured_norms == sum(norms.counts) >= LEAST_ZEROS:
+        yield finding("zero_gradients", measured=report.measured_norms)
 
 
 def _skips(report: RankView, collapsed: Finding | None) -> Iterator[Finding]:

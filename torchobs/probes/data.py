@@ -330,7 +330,10 @@ class LoaderProbe:
         for pool in self._pools.copy():
             iterator = pool.iterator()
             leaving = iterator is None or iterator._shutdown
-            self._remove_exited(pool, leaving=leaving)
+            for worker in list(pool.workers):
+                if (code := exit_code(worker)) is not None:
+                    pool.workers.remove(worker)
+                    self._report_exit(worker.pid, code, leaving=leaving)
             if iterator is not None and not leaving:
                 alive += len(pool.workers)
                 configured += iterator._num_workers
@@ -338,13 +341,6 @@ class LoaderProbe:
                 self._pools.remove(pool)
         self._context.set_gauge(catalog.DATA_WORKERS, configured, {"state": "configured"})
         self._context.set_gauge(catalog.DATA_WORKERS, alive, {"state": "alive"})
-
-    def _remove_exited(self, pool: _Pool, *, leaving: bool) -> None:
-        for worker in list(pool.workers):
-            code = exit_code(worker)
-            if code is not None:
-                pool.workers.remove(worker)
-                self._report_exit(worker.pid, code, leaving=leaving)
 
     def _report_exit(self, pid: int, code: int, *, leaving: bool) -> None:
         """Record a worker's failure. A loader that shuts down terminates slow workers; other signals are not its own."""

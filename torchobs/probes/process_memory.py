@@ -189,7 +189,9 @@ class MemoryLimits:
         group = self._of_group(machine, thorough=thorough)
         limits = [_Headroom(machine.left, machine.total + machine.swap_total, "machine"), *([group] if group else [])]
         for headroom in limits:
-            self._show(headroom)
+            cell = self._writer.table.cell(catalog.MEMORY_HOST_UTILIZATION, {"limit": headroom.limit})
+            if cell is not None:
+                cell.set(1.0 - headroom.left / headroom.total)
         limits += [_Headroom(limit - used, limit, "process") for used, limit in own_limits()]
         nearest = min(limits)
         self.left, self.total = nearest.left, nearest.total
@@ -221,11 +223,6 @@ class MemoryLimits:
             stamp = self._writer.table.cell(catalog.CGROUP_MEMORY_LAST_OOM_KILL, {})
             if stamp is not None:
                 stamp.set(self._writer.header.wall_s(time.monotonic_ns()))
-
-    def _show(self, headroom: _Headroom) -> None:
-        cell = self._writer.table.cell(catalog.MEMORY_HOST_UTILIZATION, {"limit": headroom.limit})
-        if cell is not None:
-            cell.set(1.0 - headroom.left / headroom.total)
 
 
 class _Headroom(NamedTuple):
