@@ -14,7 +14,7 @@ from torchobs import debug
 PROGRAMS = {
     "watch_training": ["gradient_norms", "total_steps", "step  "],
     "profile_training": ["aten::addmm", "KiB", "forward"],
-    "switches": ["gradient_norms", "norm 0."],
+    "switches": ["gradient_norms", "norm ", "1 layer, 0 not finite"],
     "denoising": ["final_norm", "drift"],
     "tuned_training": ["Plan: mode amp", "recommended", "losses"],
     "guarded_training": ["batch 7: x: finite", "39 steps"],

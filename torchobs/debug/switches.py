@@ -26,7 +26,7 @@ from torchobs.runtime.session import current, init
 from torchobs.support.arguments import is_whole
 from torchobs.support.error_guard import CircuitBreaker, call
 from torchobs.support.result import Checked, Problem, Result
-from torchobs.support.text import size
+from torchobs.support.text import plural, size
 from torchobs.tensors.losses import has_parameters_of
 from torchobs.tensors.names import roots
 from torchobs.tensors.references import living
@@ -196,6 +196,7 @@ class ForwardPass(SwitchProbe):
     """Outputs of the layers, by the probe of activations at level extreme."""
 
     def install(self) -> None:
+        self.last = "no look so far: layers are chosen beside the training, after its first steps"
         if "activations" in self.context.settings.disable_probes:
             self.last = "nothing: the setting disable_probes has activations, the probe behind this switch"
         self.context.hooks.layers.register(self.breaker, self._record_outputs)
@@ -207,7 +208,7 @@ class ForwardPass(SwitchProbe):
         logger.debug("forward pass of step %d: %s", step, shown)
         texts = [("nonfinite_activation", name, f"{share:.2%} of its output is not finite") for name, share in shares.items()]
         record_findings("enable", texts)
-        self.record_look(step, f"{len(stats)} layers, {len(shares)} not finite")
+        self.record_look(step, f"{plural(len(stats), 'layer')}, {len(shares)} not finite")
 
     def before_step(self, step: int, look: Look) -> None:
         self.context.hooks.layers.want(self.every)
@@ -217,9 +218,8 @@ class ForwardPass(SwitchProbe):
         self.context.hooks.layers.unregister(self.breaker.probe)
 
 
-def memory_usage(look: Look) -> str:
+def memory_usage(_: Look) -> str:
     """Describe the memory of process and devices."""
-    del look  # it is of no step
     reading = operations.read()
     on_devices = f", {size(reading.device)} on the devices" if reading.device is not None else ""
     return f"{size(reading.host)} on the host{on_devices}"
