@@ -30,7 +30,7 @@ def save(state: dict[str, Any], path: str | os.PathLike[str]) -> None:
     temporary = path.with_name(f".{path.name}.tmp")
     try:
         with temporary.open("wb") as file:
-            with _disk_errors():
+            with _own_errors():
                 torch.save(state, file)
             file.flush()
             os.fsync(file.fileno())
@@ -41,12 +41,12 @@ def save(state: dict[str, Any], path: str | os.PathLike[str]) -> None:
 
 
 @contextmanager
-def _disk_errors() -> Iterator[None]:
-    """Raise the disk's error: torch hides it behind a complaint that its archive cannot be completed."""
+def _own_errors() -> Iterator[None]:
+    """Raise the disk's error, Ctrl-C or an exit: torch hides them behind a complaint about its incomplete archive."""
     try:
         yield
     except RuntimeError as error:
-        if isinstance(error.__context__, OSError):
+        if isinstance(error.__context__, (OSError, KeyboardInterrupt, SystemExit)):
             raise error.__context__ from error
         raise
 
