@@ -38,7 +38,7 @@ _ORDINARY = frozenset(
     event.name
     for event in (
         catalog.EVENT_RUN_START, catalog.EVENT_RUN_END, catalog.EVENT_SCALARS, catalog.EVENT_MODEL, catalog.EVENT_TRAINER,
-        catalog.EVENT_DISTRIBUTED, catalog.EVENT_STACKS, catalog.EVENT_PROFILE_START,
+        catalog.EVENT_DISTRIBUTED, catalog.EVENT_STACKS, catalog.EVENT_STEP_BETWEEN, catalog.EVENT_PROFILE_START,
         catalog.EVENT_PROFILE_END, catalog.EVENT_DEBUG_VALIDATION, catalog.EVENT_TUNE_PLAN, catalog.EVENT_TUNE_BENCHMARK,
     )
 )  # fmt: skip
