@@ -93,7 +93,7 @@ class Restored:
     def find_step(self) -> None:
         """Publish the step at which the file was saved from which the run goes on. In the sampler thread."""
         stamp, self._stamp, place = self._stamp, None, self._context.writer.place
-        if stamp is None or place is None:
+        if stamp is None or place is None or not place.is_there():
             return
         for name in reader.names(place.fd):
             with suppress(OSError, BadFlightFileError), closing(reader.open_file(place.fd, name, os.geteuid())) as file:
@@ -113,7 +113,7 @@ def stamp_of(file: Any) -> str | None:
 def _steps_at(file: reader.FlightFile, stamp: str) -> list[float]:
     """Return the steps of the run at which a rank saved the file with that stamp, if it is known where that began."""
     done = [item.attributes["step"] for item in file.events(stamp) if isinstance(item, Span) and item.is_ours]
-    points = file.read(final=True).points if done else ()
+    points = file.read().points if done else ()
     before = [point.value for point in points if point.series.name == catalog.STEPS_RESUMED_FROM.name]
     return [float(steps + done[-1]) for steps in before if isinstance(steps, (int, float))]
 
