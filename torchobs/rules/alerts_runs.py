@@ -402,7 +402,7 @@ HUNG = Group(
             """,
             "has stood still for {{ $value | humanizeDuration }}.",
             "No rank has finished a step for {{ $value | humanizeDuration }}, and at least one has been hung for five minutes. "
-            f"It will not go on by itself: look at the stacks, then restart it.{_USUAL_STEP}",
+            f"Most such runs do not go on by themselves: look at the stacks, then restart it.{_USUAL_STEP}",
             "page",
             culprits=_BEHIND,
             also=(_NOT_ARRIVED, _waited_for()),
