@@ -228,9 +228,9 @@ END_S = 24.0
 IN_BACKWARD = "torch/autograd/graph.py:979 in _engine_run_backward"
 
 
-def timeout(location: str) -> Any:
+def timeout(location: str, **attributes: Any) -> Any:
     """A timeout that was raised there."""
-    at = {"exception__type": "builtins.RuntimeError", "location": location}
+    at = {"exception__type": "builtins.RuntimeError", "location": location, **attributes}
     return fact(catalog.EVENT_EXCEPTION, END_S, 201, timeout="collective", timeout_s=4.0, **at)
 
 
@@ -250,12 +250,13 @@ def told(*ranks: RankView) -> str:
 def test_ranks_that_all_gave_up_waited_for_each_other() -> None:
     """In different places; in one place no rank is named."""
     at_barrier = timeout("torch/distributed/distributed_c10d.py:4 in barrier")
-    apart = rank(0, gave_up=True), rank(1, gave_up=True, events=[at_barrier], phase="forward")
-    assert told(*apart) == (
+    assert told(rank(0, gave_up=True), rank(1, gave_up=True, events=[at_barrier], phase="forward")) == (
         "A collective timed out after 4 s on ranks 0 and 1. They waited for each other: rank 0 in backward of step 202 and"
         " rank 1 in forward of step 202."
     )
     assert told(rank(0, gave_up=True), rank(1, gave_up=True)).endswith("which rank did not come is not known.")
+    waits = rank(0, gave_up=True, events=[timeout(IN_BACKWARD, absent_ranks=[5, 6])])
+    assert told(waits, rank(1, gave_up=True)).endswith(" Ranks 5 and 6 did not come, and are not among the files here.")
     assert not endings.awaited_at_timeout([rank(0, gave_up=True), rank(1, gave_up=True)])
 
 

@@ -178,12 +178,14 @@ def test_only_ends_by_the_same_exception_are_one_sentence() -> None:
 def test_the_rank_from_which_a_nan_came_is_shown_and_missing_ones_are_counted() -> None:
     """Promise: not the first, which has had it in averaged gradients and knows no more; the launcher's size is what counts."""
 
-    def shown(*origins: str) -> int:
-        by_rank = [[fact(catalog.EVENT_NONFINITE_ORIGIN, 5.0, 50, origin=origin)] if origin else [] for origin in origins]
-        return diagnose_run([rank(n, **FINISHED, events=events) for n, events in enumerate(by_rank)]).principal
+    def shown(*origins: str) -> tuple[int, str]:
+        named = [{"origin": origin, "operator": "log", "parameter": f"x{n}"} for n, origin in enumerate(origins)]
+        events = [[fact(catalog.EVENT_NONFINITE_ORIGIN, 5.0, 50, **names)] if names["origin"] else [] for names in named]
+        diagnosis = diagnose_run([rank(n, **FINISHED, events=of_rank) for n, of_rank in enumerate(events)])
+        return diagnosis.principal, diagnosis.health.text.partition(" steps. ")[2]
 
-    assert shown("unknown", "", "input") == shown("parameter", "unknown", "operator") == 2
-    assert shown("unknown", "") == shown("backward", "backward") == 0
+    assert shown("unknown", "", "input") == (2, "The input x2 holds NaN or infinity.")
+    assert [shown(*born)[0] for born in (("parameter", "unknown", "operator"), ("unknown", ""), ("backward",) * 2)] == [2, 0, 0]
     many = [facts(steps(10), resource={"rank": n, "local_world_size": 8}) for n in range(6)]
     (missing,) = (finding for finding in compare(run_at_end(many).ranks) if finding.kind == "ranks_missing")
     assert missing.long.startswith("6 of the 8 ranks of this machine are here")
@@ -491,9 +493,6 @@ def test_a_leak_leads_with_what_grew_how_much_and_where() -> None:
 
 def test_steps_without_a_loss_are_not_steps_that_are_gone() -> None:
     """An earlier loss is unknown only where the file begins later."""
-    for first, said in {
-        1: "The loss turned NaN in step 5. ",
-        9: "The loss has been NaN since step 13 or before: older",
-    }.items():
+    for first, said in ((1, "The loss turned NaN in step 5. "), (9, "The loss has been NaN since step 13 or before: older")):
         history = [step(number, NAN if number == first + 4 else None) for number in range(first, first + 6)]
         assert any(line.startswith(said) for line in told(facts(history)).values())
