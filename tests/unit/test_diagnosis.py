@@ -85,20 +85,20 @@ def test_a_thread_that_ended_by_an_exception_stands_beside_the_end() -> None:
 
 
 def test_what_was_reported_shortly_before_the_end_stands_beside_it() -> None:
-    """Not what was an hour before, and nothing after an end in order."""
+    """Not what was more than a minute before, and nothing after an end in order."""
     full = fact(catalog.EVENT_OUT_OF_MEMORY, 9.0, 90, device="cpu", requested=2**30, limit=6 * 2**30)
     for event, kind, said in (
         (fact(catalog.EVENT_WORKER_DIED, 9.0, 90, pid=77, signal="SIGKILL"), "worker_died", "(pid 77) was ended by SIGKILL"),
         (
             fact(catalog.EVENT_GPU_XID, 9.0, 90, hw__id="GPU-1", xid=79),
             "gpu_xid",
-            "The driver reports XID 79 of GPU GPU-1, 1 s",
+            "The driver reports XID 79 of GPU GPU-1, 59 s",
         ),
         (full, "host_out_of_memory", "before the end: 1 GiB were asked for, at its limit of 6 GiB (ulimit)."),
     ):
-        assert said in told(facts(steps(100), state="failed", reason="exception", events=[event]))[kind]
+        assert said in told(facts(steps(100), state="failed", reason="exception", events=[event], last_s=START_S + 68))[kind]
         assert kind not in told(facts(steps(100), **FINISHED, events=[event]))
-        assert kind not in told(facts(steps(100), events=[event], last_s=START_S + 3600))
+        assert kind not in told(facts(steps(100), events=[event], last_s=START_S + 70))
 
 
 def test_a_save_that_ends_the_rank_is_one_finding() -> None:
@@ -231,8 +231,8 @@ def test_a_rank_that_was_killed_while_it_stood_still_is_said_to_have() -> None:
 def test_what_is_long_and_how_bad_it_is() -> None:
     """A slow batch is nothing, a time that nobody would call a hang yet is worth a look, an evaluation takes what it takes."""
     cases: list[tuple[float, dict[str, Any], str | None]] = [
-        (9.0, {}, None),
-        (30.0, {}, WARNING),
+        (9.9, {}, None),
+        (10.1, {}, WARNING),
         (30.0, {"state": "failed", "reason": "interrupted"}, WARNING),
         (600.0, {"state": "failed", "reason": "exception"}, ERROR),
         (600.0, {"phase": "evaluation"}, INFO),
@@ -438,7 +438,7 @@ def test_a_loss_scaler_that_skips_is_told() -> None:
     assert by_kind["amp_scale_collapsed"].severity == "error"
     assert "amp_many_skips" not in by_kind
     assert told(facts(steps(100), values=values))["amp_many_skips"] == "The loss scaler skipped 60 of 100 steps."
-    assert "amp_many_skips" not in told(facts(steps(100), values={**values, catalog.AMP_STEPS_SKIPPED: 4}))
+    assert "amp_many_skips" not in told(facts(steps(100), values={**values, catalog.STEPS: 500, catalog.AMP_STEPS_SKIPPED: 24}))
 
 
 def test_waiting_for_data_is_told_from_a_fifth_of_the_time_on() -> None:
