@@ -101,7 +101,7 @@ def _forbid(report: pytest.TestReport | pytest.CollectReport) -> None:
     if not report.skipped or hasattr(report, "wasxfail") or os.environ.get("CI") != "true":
         return
     reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
-    unavoidable = tuple(one for one in support.UNAVOIDABLE if not (IN_A_CLUSTER and one == support.NEEDS_KUBERNETES))
+    unavoidable = tuple(skip for skip in support.UNAVOIDABLE if not (IN_A_CLUSTER and skip == support.NEEDS_KUBERNETES))
     if not reason.removeprefix("Skipped: ").startswith(unavoidable):
         report.outcome = "failed"
         report.longrepr = f"A skip that CI can avoid: {reason}"
@@ -206,8 +206,8 @@ def start(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
     def run(*argv: str | Path, torch: bool = False, **options: object) -> subprocess.Popen[str]:
         popen: type[subprocess.Popen[str]] = fork_server.Python if torch else subprocess.Popen
         with (tmp_path / f"{len(children)}.log").open("w") as log:
-            given = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": subprocess.STDOUT, "text": True, **options}
-            child: subprocess.Popen[str] = popen(argv, **given)  # type: ignore[call-overload]
+            settings = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": subprocess.STDOUT, "text": True, **options}
+            child: subprocess.Popen[str] = popen(argv, **settings)  # type: ignore[call-overload]
         children.append(child)
         return child
 

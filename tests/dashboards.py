@@ -70,9 +70,9 @@ class Selector:
         return wanted and not any(re.fullmatch(value, labels.get(name, "")) for name, value in self.excluded.items())
 
 
-def filled(query: str, **given: str) -> str:
+def filled(query: str, **choices: str) -> str:
     """The query with Grafana's variables filled in; `rate_interval="4s"` and so on override the defaults."""
-    values = {**VARIABLES, **{f"$__{name}": value for name, value in given.items()}}
+    values = {**VARIABLES, **{f"$__{name}": value for name, value in choices.items()}}
     for variable in sorted(values, key=len, reverse=True):
         query = query.replace(variable, values[variable])
     return query
@@ -122,13 +122,13 @@ def groupings(query: str) -> Iterator[set[str]]:
 
 def grouped_by(query: str) -> set[str]:
     """Every label that the query's aggregations and joins name."""
-    found: set[str] = set()
+    labels: set[str] = set()
     for node, _ in nodes(parse(query)):
         modifier = getattr(node, "modifier", None)
         parts = [modifier, getattr(modifier, "matching", None)] if modifier is not None else []
-        found |= {label for part in parts for label in getattr(part, "labels", None) or []}
-        found |= set(getattr(modifier, "group_labels", None) or [])
-    return found
+        labels |= {label for part in parts for label in getattr(part, "labels", None) or []}
+        labels |= set(getattr(modifier, "group_labels", None) or [])
+    return labels
 
 
 def answered(prometheus: PrometheusServer, began_s: float, run: str, uid: str, title: str) -> list[Series]:

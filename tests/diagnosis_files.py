@@ -34,14 +34,14 @@ START_S = BORN_WALL_NS / S
 PHASES = {"data": 0.01, "forward": 0.02, "backward": 0.05, "optimizer": 0.01, "other": 0.01}
 
 
-def step(number: int, loss: float | None = 2.0, norm: float | None = 1.0, **given: Any) -> Step:
+def step(number: int, loss: float | None = 2.0, norm: float | None = 1.0, **more: Any) -> Step:
     """A step that ended as many tenths of a second after the start as its number says."""
-    phase_s = given.pop("phase_s", PHASES)
+    phase_s = more.pop("phase_s", PHASES)
     fields = {
         "end_s": START_S + number / 10, "duration_s": 0.1, "learning_rate": 1e-3, "tokens": 0, "skipped": False,
         "clipped": False, "phases": tuple(phase_s.get(name, math.nan) for name in PHASE_NAMES),
     }  # fmt: skip
-    return Step(step=number, loss=loss, grad_norm=norm, **{**fields, **given})
+    return Step(step=number, loss=loss, grad_norm=norm, **{**fields, **more})
 
 
 def steps(count: int) -> list[Step]:
@@ -63,21 +63,21 @@ def facts(
     events: Sequence[flight_events.Event] = (),
     values: Mapping[Any, Any] | None = None,
     resource: Mapping[str, str | int] | None = None,
-    **given: Any,
+    **more: Any,
 ) -> RankView:
     """A rank that is dead unless the test says otherwise."""
     header = Header(
         DEFAULT_SIZE, bytes(range(16)), BOOT, BORN_NS, BORN_WALL_NS, 1, 0, plan(DEFAULT_SIZE), {**RESOURCE, **(resource or {})}
     )
-    known: dict[str, dict[tuple[str, ...], float]] = {}
+    numbers: dict[str, dict[tuple[str, ...], float]] = {}
     distributions: dict[str, Distribution] = {}
     for key, value in (values or {}).items():
         metric, *attributes = (key,) if isinstance(key, Metric) else key
         if isinstance(value, Distribution):
             distributions[metric.name] = value
         else:
-            known.setdefault(metric.name, {})[tuple(attributes)] = value
-    last_s = given.get("last_s", history[-1].end_s if history else START_S)
+            numbers.setdefault(metric.name, {})[tuple(attributes)] = value
+    last_s = more.get("last_s", history[-1].end_s if history else START_S)
     since_s = max(0.0, last_s - (history[-1].end_s if history else START_S))
     fields = {
         "source": "r0.flight", "up": False, "last_s": last_s, "phase": "forward", "phase_begun_s": last_s,
@@ -87,14 +87,14 @@ def facts(
     return RankView(
         header=header, job_name=job_name, run_id=run_id, rank=rank, state=state, reason=reason, steps=tuple(history),
         events=Events(tuple(events)),
-        readings=Readings(known, distributions), **{**fields, **given},
+        readings=Readings(numbers, distributions), **{**fields, **more},
     )  # fmt: skip
 
 
 def origin_told(event: flight_events.Event) -> str:
     """What is said of where a NaN was born, by its event."""
-    found = diagnose(facts(steps(3), events=[event]))
-    return next(one.long for one in found if one.kind.startswith("nonfinite_origin"))
+    findings = diagnose(facts(steps(3), events=[event]))
+    return next(finding.long for finding in findings if finding.kind.startswith("nonfinite_origin"))
 
 
 def told(of: RankView) -> dict[str, str]:
@@ -129,20 +129,20 @@ def row(  # noqa: PLR0913  # each is what some test is about
     values: Values | None = None,
     run_id: str = "run-1",
     derived: Mapping[str, object] | None = None,
-    **given: float | None,
+    **numbers: float | None,
 ) -> RankView:
     """A rank 12,400 steps into its training, or as a test wants it; ``derived``: what it would make of records and events."""
-    plain: dict[str, float | None] = {"steps": 12_400, "loss": 2.313, **given}
-    known: Values = {f"torchobs.{name}": {(): value} for name, value in plain.items() if value is not None}
+    plain: dict[str, float | None] = {"steps": 12_400, "loss": 2.313, **numbers}
+    shown: Values = {f"torchobs.{name}": {(): value} for name, value in plain.items() if value is not None}
     resource: dict[str, str | int] = {"job_name": "gpt", "run_id": run_id, "rank": rank}
     header = Header(DEFAULT_SIZE, rank.to_bytes(16, "big"), BOOT, BORN_NS, BORN_WALL_NS, 1, 0, plan(DEFAULT_SIZE), resource)
-    made = [fact(EVENT_LOOP_MISTAKE, 0.0, 3, kind=kind) for kind in mistakes]
+    lint_events = [fact(EVENT_LOOP_MISTAKE, 0.0, 3, kind=kind) for kind in mistakes]
     view = RankView(
         header=header, job_name="gpt", run_id=run_id, rank=str(rank), state=state, reason=reason,
         up=not reason, phase=phase, recorded=recorded, beat_age_s=age_s,
-        readings=Readings({**known, "torchobs.anomaly.active": {(kind,): 1.0 for kind in anomalies}, **(values or {})}),
+        readings=Readings({**shown, "torchobs.anomaly.active": {(kind,): 1.0 for kind in anomalies}, **(values or {})}),
         last_s=START_S + ran_s, progress_age_s=None if reason else age_s, standstill=still, slowness=slow,
-        pace=None if reason else PACE, events=Events((*made, *events)),
+        pace=None if reason else PACE, events=Events((*lint_events, *events)),
     )  # fmt: skip
     vars(view).update(derived or {})
     return view
@@ -197,8 +197,8 @@ class Stream:
     def until(self, name: str, part: str = "", words: str = "") -> dict[str, object]:
         """The data of the next event of that name, in which that part has these words."""
         while True:
-            found, data = self.next()
-            if found == name and words in str(data.get(part)):
+            event, data = self.next()
+            if event == name and words in str(data.get(part)):
                 return data
 
 

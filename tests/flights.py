@@ -34,9 +34,9 @@ def frames(file: reader.FlightFile) -> list[dict[str, Any]]:
 HEADER = Header(1, b"i" * 16, b"b" * 16, 0, 1_700_000_000 * 10**9, 1, 1, {}, {})
 
 
-def decoded(*given: Mapping[str, object]) -> list[events.Event | events.Span | events.Late]:
+def decoded(*written: Mapping[str, object]) -> list[events.Event | events.Span | events.Late]:
     """What readers make of these frames in a file with ``HEADER``."""
-    return events.read(((number, json.dumps(frame).encode()) for number, frame in enumerate(given)), HEADER)
+    return events.read(((number, json.dumps(frame).encode()) for number, frame in enumerate(written)), HEADER)
 
 
 class RecordingMemory(Storage):
@@ -60,21 +60,21 @@ class RecordingMemory(Storage):
 
 def header(records: int | None = None) -> Header:
     """A new incarnation's header, with a step ring of that many records."""
-    made = new_header({"rank": 0}, MIN_SIZE)
+    new = new_header({"rank": 0}, MIN_SIZE)
     if records is None:
-        return made
-    ring = made.regions[Region.STEPS]
-    return replace(made, regions={**made.regions, Region.STEPS: Extent(ring.offset, records * RECORD_SIZE, RECORD_SIZE)})
+        return new
+    ring = new.regions[Region.STEPS]
+    return replace(new, regions={**new.regions, Region.STEPS: Extent(ring.offset, records * RECORD_SIZE, RECORD_SIZE)})
 
 
 def recorded(records: int | None = None) -> tuple[FlightWriter, RecordingMemory]:
     """A writer whose stores are kept."""
-    made = header(records)
-    memory = RecordingMemory(made.file_size)
-    return FlightWriter(made, memory, native=NATIVE), memory
+    new = header(records)
+    memory = RecordingMemory(new.file_size)
+    return FlightWriter(new, memory, native=NATIVE), memory
 
 
-def fields(of: Header, number: int, **given: float) -> dict[str, Any]:
+def fields(of: Header, number: int, **changes: float) -> dict[str, Any]:
     """What :meth:`FlightWriter.append` takes for step ``number``: functions of the number, except for what is given."""
     return {
         "step": number,
@@ -90,13 +90,13 @@ def fields(of: Header, number: int, **given: float) -> dict[str, Any]:
         "tokens": 16,
         "samples": 2,
         "norm_scale": 1.0,
-        **given,
+        **changes,
     }
 
 
-def step(writer: FlightWriter, number: int, **given: float) -> int:
+def step(writer: FlightWriter, number: int, **changes: float) -> int:
     """Append step ``number``."""
-    return writer.append(**fields(writer.header, number, **given))
+    return writer.append(**fields(writer.header, number, **changes))
 
 
 def plain_step(writer: FlightWriter, number: int, loss: float = 2.0) -> None:
@@ -111,11 +111,11 @@ def plain_step(writer: FlightWriter, number: int, loss: float = 2.0) -> None:
     assert steps.append(begun_ns + 250_000_000)
 
 
-def step_record(of: Header, number: int, **given: float) -> StepRecord:
+def step_record(of: Header, number: int, **changes: float) -> StepRecord:
     """The record that :func:`step` appends, if it is the one of that number."""
-    made = unpack(pack(number, **fields(of, number, **given), seed=of.seed), of.seed)
-    assert made
-    return made
+    record = unpack(pack(number, **fields(of, number, **changes), seed=of.seed), of.seed)
+    assert record
+    return record
 
 
 def place(directory: Path, *, in_memory: bool = True) -> FlightDirectory:
@@ -176,8 +176,8 @@ def written(image: Image) -> tuple[FlightWriter, ImageMemory]:
 def values(view: reader.View, *, folded: bool = False) -> Values:
     """The points of a view by name and attributes; ``folded``: only those of the fold."""
     keys = {(metric.name, tuple(sorted(attributes.items()))) for metric, attributes, _ in core_series()}
-    found: Values = {(point.series.name, point.series.attributes): point.value for point in view.points}
-    return {key: value for key, value in found.items() if not folded or key in keys}
+    points: Values = {(point.series.name, point.series.attributes): point.value for point in view.points}
+    return {key: value for key, value in points.items() if not folded or key in keys}
 
 
 def value(view: reader.View, metric: catalog.Metric, **attributes: str) -> object:
@@ -193,22 +193,22 @@ def whole(value: object) -> int:
 
 def totals(of: Header) -> Totals:
     """The fold's state before the first step."""
-    made = Totals(bytearray(WORDS * 8))
-    made.clear(of.wall_ns - of.monotonic_ns)
-    return made
+    state = Totals(bytearray(WORDS * 8))
+    state.clear(of.wall_ns - of.monotonic_ns)
+    return state
 
 
 def folded_states(of: Header, records: Sequence[StepRecord]) -> Iterator[Values]:
     """The points after no record, after one, after two …: every state that ever existed."""
     state = totals(of)
     yield _fold_values(state)
-    for one in records:
-        fold.fold(state, [one])
+    for record in records:
+        fold.fold(state, [record])
         yield _fold_values(state)
 
 
 def _fold_values(state: Totals) -> Values:
-    found: Values = {}
+    points: Values = {}
     for metric, attributes, word in core_series():
         if metric.kind is catalog.Kind.HISTOGRAM:
             total = word + len(metric.bounds) + 1
@@ -221,5 +221,5 @@ def _fold_values(state: Totals) -> Values:
             continue
         else:
             value = state.floats[word]
-        found[metric.name, tuple(sorted(attributes.items()))] = value
-    return found
+        points[metric.name, tuple(sorted(attributes.items()))] = value
+    return points

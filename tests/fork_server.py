@@ -76,19 +76,19 @@ def _understood(argv: list[str], environ: Mapping[str, str]) -> _Command | None:
     """Return the command if it is one that a forked interpreter can be, else None."""
     if _start_of(environ) != _start_of(os.environ):
         return None
-    program, given = argv[0], argv[1:]
+    program, words = argv[0], argv[1:]
     if program != sys.executable:
         script = shutil.which(program, path=environ.get("PATH", ""))
-        known = script is not None and Path(script).parent == Path(sys.executable).parent and _is_ours(script)
-        return _Command("", str(script), given) if known else None
-    unbuffered = given[:1] == ["-u"]
-    given = given[unbuffered:]
-    strict = given[:2] == ["-W", "error"]
-    given = given[2 * strict :]
-    if len(given) > 1 and given[0] in {"-c", "-m"}:
-        return _Command(given[0], given[1], given[2:], unbuffered, strict)
-    if given and given[0].endswith(".py"):
-        return _Command("", given[0], given[1:], unbuffered, strict)
+        ours = script is not None and Path(script).parent == Path(sys.executable).parent and _is_ours(script)
+        return _Command("", str(script), words) if ours else None
+    unbuffered = words[:1] == ["-u"]
+    words = words[unbuffered:]
+    strict = words[:2] == ["-W", "error"]
+    words = words[2 * strict :]
+    if len(words) > 1 and words[0] in {"-c", "-m"}:
+        return _Command(words[0], words[1], words[2:], unbuffered, strict)
+    if words and words[0].endswith(".py"):
+        return _Command("", words[0], words[1:], unbuffered, strict)
     return None
 
 
@@ -108,8 +108,8 @@ class Python(subprocess.Popen[Any]):
 
     def _execute_child(self, *arguments: Any) -> None:
         bound = _SIGNATURE.bind(self, *arguments).arguments
-        given = bound["args"]
-        argv = [os.fsdecode(one) for one in given] if isinstance(given, (list, tuple)) else []
+        command_line = bound["args"]
+        argv = [os.fsdecode(word) for word in command_line] if isinstance(command_line, (list, tuple)) else []
         environ = {os.fsdecode(name): os.fsdecode(value) for name, value in (bound["env"] or os.environ).items()}
         plain = sys.platform != "linux" or any(bound.get(name, value) != value for name, value in _PLAIN.items())
         command = None if plain or not argv else _understood(argv, environ)
@@ -141,14 +141,14 @@ def run(
     **options: Any,
 ) -> subprocess.CompletedProcess[Any]:
     """`subprocess.run` with a forked interpreter."""
-    given = options.pop("input", None)
-    if given is not None:
+    content = options.pop("input", None)
+    if content is not None:
         options["stdin"] = subprocess.PIPE
     if capture_output:
         options |= {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with (_Finalized if finalized else Python)(argv, **options) as process:
         try:
-            out, err = process.communicate(given, timeout=timeout)
+            out, err = process.communicate(content, timeout=timeout)
         except BaseException:
             process.kill()
             raise
@@ -229,13 +229,13 @@ def _be_subreaper(*, yes: bool) -> None:
 
 
 def _exactly(connection: socket.socket, size: int) -> bytes:
-    found = b""
-    while len(found) < size:
-        part = connection.recv(size - len(found))
+    received = b""
+    while len(received) < size:
+        part = connection.recv(size - len(received))
         if not part:
             raise EOFError
-        found += part
-    return found
+        received += part
+    return received
 
 
 # ------------------------------------------------------------------------------------------------------- the server's side
@@ -355,14 +355,14 @@ def _end_without_libraries() -> None:
         libc.__cxa_atexit(libc.fflush, None, None)  # what comes last is done first
 
 
-def _take_streams(given: list[int]) -> None:
+def _take_streams(streams: list[int]) -> None:
     """Make the descriptors this process's input, output and errors."""
-    above = [fcntl.fcntl(one, fcntl.F_DUPFD_CLOEXEC, max(3, *given) + 1) for one in given]
-    for one in given:
-        os.close(one)
-    for number, one in enumerate(above):
-        os.dup2(one, number, inheritable=True)
-        os.close(one)
+    above = [fcntl.fcntl(stream, fcntl.F_DUPFD_CLOEXEC, max(3, *streams) + 1) for stream in streams]
+    for stream in streams:
+        os.close(stream)
+    for number, stream in enumerate(above):
+        os.dup2(stream, number, inheritable=True)
+        os.close(stream)
 
 
 def _serve_the_workers() -> None:

@@ -82,8 +82,8 @@ class EventLoop:
     def loss(self) -> torch.Tensor:
         """Of all layers together, another one each time."""
         self.passes += 1
-        made = torch.stack([layer(torch.full((2, 3), 0.1 * self.passes)).square().mean() for layer in self.layers.values()])
-        total = made.sum()
+        losses = torch.stack([layer(torch.full((2, 3), 0.1 * self.passes)).square().mean() for layer in self.layers.values()])
+        total = losses.sum()
         return total if self.scaler is None else self.scaler.scale(total)
 
     def backward(self) -> torch.Tensor:
@@ -155,5 +155,5 @@ def assert_alike(found: dict[str, str], expected: dict[str, str]) -> None:
     exact = found.keys() - set(_NUMBERS)
     assert {name: found[name] for name in sorted(exact)} == {name: expected[name] for name in sorted(exact)}
     for name in _NUMBERS:
-        numbers = [[float(number) for number in each[name].split()] for each in (found, expected)]
+        numbers = [[float(number) for number in side[name].split()] for side in (found, expected)]
         assert numbers[0] == pytest.approx(numbers[1], rel=0.02, abs=1e-4), name

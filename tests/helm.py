@@ -52,9 +52,9 @@ def checked(*arguments: str | Path) -> str:
 
 def objects(text: str) -> list[dict[str, Any]]:
     """Parse manifests."""
-    return [found for found in yaml.load_all(text, Loader=yaml.CSafeLoader) if found]
+    return [document for document in yaml.load_all(text, Loader=yaml.CSafeLoader) if document]
 
 
-def of_kind(made: Iterable[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
+def of_kind(manifests: Iterable[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
     """Return those of a kind."""
-    return [one for one in made if one["kind"] == kind]
+    return [manifest for manifest in manifests if manifest["kind"] == kind]

@@ -47,25 +47,25 @@ def settings_of_pip(listed: Iterable[str]) -> dict[str, str]:
 
 def told_to_uv(settings: Mapping[str, str]) -> dict[str, str] | None:
     """The variables that tell uv what pip was told; None if one of the settings is not known to make no difference."""
-    known = {name: value for name, value in settings.items() if name not in ONLY_PIPS}
-    if known.keys() - TOLD.keys():
+    relevant = {name: value for name, value in settings.items() if name not in ONLY_PIPS}
+    if relevant.keys() - TOLD.keys():
         return None
     # pip takes the newest version that any index has, uv by default what the first index has that knows the package
-    told = {"UV_INDEX_STRATEGY": "unsafe-best-match", "UV_CACHE_DIR": ".cache/uv"}
-    for name, value in known.items():
-        told[TOLD[name]] = ("," if name == "find-links" else " ").join(value.split())
-    return told
+    variables = {"UV_INDEX_STRATEGY": "unsafe-best-match", "UV_CACHE_DIR": ".cache/uv"}
+    for name, value in relevant.items():
+        variables[TOLD[name]] = ("," if name == "find-links" else " ").join(value.split())
+    return variables
 
 
 def by_uv(arguments: list[str]) -> bool:
     """Whether uv did it."""
     listed = subprocess.run((*PIP, "config", "list"), capture_output=True, text=True, check=False).stdout
-    told = told_to_uv(settings_of_pip(listed.splitlines()))
-    if told is None:
+    variables = told_to_uv(settings_of_pip(listed.splitlines()))
+    if variables is None:
         return False
     if find_spec("uv") is None and subprocess.run((*PIP, "install", "-q", "uv>=0.5"), check=False).returncode:
         return False
-    return not subprocess.run((*UV, *arguments), env={**told, **os.environ}, check=False).returncode
+    return not subprocess.run((*UV, *arguments), env={**variables, **os.environ}, check=False).returncode
 
 
 def main(arguments: list[str]) -> int:

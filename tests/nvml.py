@@ -162,10 +162,10 @@ class FakeNvml:
     def _nvmlDeviceGetFieldValues(self, gpu: Gpu, count: int, out: int) -> None:
         values = ctypes.cast(out, ctypes.POINTER(pynvml.c_nvmlFieldValue_t))
         for index in range(count):
-            found = gpu.fields.get(values[index].fieldId)
-            values[index].nvmlReturn = UNSUPPORTED if found is None else SUCCESS
+            value = gpu.fields.get(values[index].fieldId)
+            values[index].nvmlReturn = UNSUPPORTED if value is None else SUCCESS
             values[index].valueType = pynvml.NVML_VALUE_TYPE_UNSIGNED_LONG_LONG
-            values[index].value.ullVal = found or 0
+            values[index].value.ullVal = value or 0
 
     def _nvmlDeviceGetRemappedRows(self, gpu: Gpu, *out: int) -> None:
         for address, value in zip(out, gpu.rows, strict=True):

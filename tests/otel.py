@@ -39,7 +39,7 @@ def text(attributes: Mapping[str, Any]) -> str:
 def points(writer: FlightWriter) -> list[Seen]:
     """What a reader of the file finds of the user's instruments."""
     with closing(open_path(writer.path)) as file:
-        found = file.read().points
+        every = file.read().points
     return [
         Seen(
             (point.series.scope.name, point.series.scope.version, point.series.scope.schema_url),
@@ -50,14 +50,14 @@ def points(writer: FlightWriter) -> list[Seen]:
             text(dict(point.series.attributes)),
             (*point.value, point.series.bounds) if isinstance(point.value, Distribution) else point.value,
         )
-        for point in found
+        for point in every
         if point.series.scope is not None
     ]
 
 
 def values(writer: FlightWriter) -> dict[tuple[str, str], Any]:
     """The same by name and attributes, values only."""
-    return {(seen.name, seen.attributes): seen.value for seen in points(writer)}
+    return {(point.name, point.attributes): point.value for point in points(writer)}
 
 
 def frames(writer: FlightWriter) -> list[dict[str, Any]]:

@@ -152,8 +152,8 @@ class Fast(PushClock):
 class Pushing:
     """A scanner by a clock that a test moves, and a push of what it sees, inside a `with` block."""
 
-    def __init__(self, directory: Path, config: PushConfig, clock: Fast | None = None, **given: Any) -> None:
-        exporter = ExporterConfig(flight_dir=str(directory), **given)
+    def __init__(self, directory: Path, config: PushConfig, clock: Fast | None = None, **settings: Any) -> None:
+        exporter = ExporterConfig(flight_dir=str(directory), **settings)
         self.clock = Clock()
         self.scanner = Scanner(exporter, self.clock)
         self.push = Push(config, exporter, clock or Fast())
@@ -174,15 +174,15 @@ class Pushing:
             wait_until(lambda: self.push.settled and self.push._scrape is None, interval_s=0.005)
 
 
-def to(receiver: Receiver, **given: Any) -> PushTarget:
+def to(receiver: Receiver, **settings: Any) -> PushTarget:
     """The target that a receiver is, by a path that a signal would choose."""
-    return PushTarget(receiver.url + given.pop("path", "/v1/metrics"), **given)
+    return PushTarget(receiver.url + settings.pop("path", "/v1/metrics"), **settings)
 
 
-def only_metrics(receiver: Receiver, **given: Any) -> PushConfig:
+def only_metrics(receiver: Receiver, **settings: Any) -> PushConfig:
     """Metrics to that receiver."""
-    target = {name: given.pop(name) for name in ("path", "gzip", "headers", "timeout_s") if name in given}
-    return PushConfig(metrics=to(receiver, **target), **given)
+    target = {name: settings.pop(name) for name in ("path", "gzip", "headers", "timeout_s") if name in settings}
+    return PushConfig(metrics=to(receiver, **target), **settings)
 
 
 def recorded(counts: PushCounts) -> int:
@@ -192,7 +192,7 @@ def recorded(counts: PushCounts) -> int:
 
 def attributes(pairs: Any) -> dict[str, Any]:
     """Attributes of a message as Python has them."""
-    return {one.key: plain(one.value) for one in pairs}
+    return {pair.key: plain(pair.value) for pair in pairs}
 
 
 def plain(value: Any) -> Any:
@@ -228,12 +228,12 @@ def points(requests: list[Request]) -> Iterator[Seen]:
 
 def spans(requests: list[Request]) -> list[Any]:
     """Every span of requests, in order."""
-    return [span for one in requests for of in one.traces.resource_spans for scope in of.scope_spans for span in scope.spans]
+    return [span for post in requests for of in post.traces.resource_spans for scope in of.scope_spans for span in scope.spans]
 
 
 def records(requests: list[Request]) -> list[Any]:
     """Every log record of requests, in order."""
-    return [log for one in requests for of in one.logs.resource_logs for scope in of.scope_logs for log in scope.log_records]
+    return [log for post in requests for of in post.logs.resource_logs for scope in of.scope_logs for log in scope.log_records]
 
 
 def listens(url: str) -> bool:

@@ -108,11 +108,11 @@ def parse_openmetrics(page: str) -> Iterator[Family]:
 class Exporter:
     """Scan and exposition of one directory, by a clock that a test moves."""
 
-    def __init__(self, directory: Path, **given: object) -> None:
+    def __init__(self, directory: Path, **settings: object) -> None:
         config = ExporterConfig(flight_dir=str(directory))
         self.clock = Clock()
         self._scanner = Scanner(config, self.clock)
-        self._exposition = Exposition(**given)  # type: ignore[arg-type]  # as Exposition takes them
+        self._exposition = Exposition(**settings)  # type: ignore[arg-type]  # as Exposition takes them
         self._scrape = ScrapeInput(EMPTY)
         self.acknowledged = 0
         self.close = self._scanner.close

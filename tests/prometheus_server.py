@@ -50,8 +50,8 @@ def newest_prometheus(major: int) -> str | None:
 
 def _major(program: str) -> int:
     said = subprocess.run([program, "--version"], capture_output=True, text=True, check=True)
-    found = re.search(r"version v?(\d+)\.", said.stdout + said.stderr)
-    return int(found[1]) if found else 0
+    version = re.search(r"version v?(\d+)\.", said.stdout + said.stderr)
+    return int(version[1]) if version else 0
 
 
 class PrometheusError(RuntimeError):
@@ -146,8 +146,8 @@ class PrometheusServer:
 
     def query(self, expression: str, at: float | None = None) -> list[Series]:
         """Evaluate `expression` now, or at a Unix time; a scalar is one series without labels."""
-        given = {} if at is None else {"time": f"{at:.3f}"}
-        return _series(self.get("/api/v1/query", query=expression, **given))
+        times = {} if at is None else {"time": f"{at:.3f}"}
+        return _series(self.get("/api/v1/query", query=expression, **times))
 
     def query_range(self, expression: str, start: float, end: float, step: str = "1s") -> list[Series]:
         """Evaluate `expression` from `start` to `end` (Unix times), every `step`."""
@@ -156,16 +156,16 @@ class PrometheusServer:
 
     def value(self, expression: str) -> float:
         """The value of an expression that gives exactly one series."""
-        found = self.query(expression)
-        if len(found) != 1:
-            raise PrometheusError(f"{expression} gives {len(found)} series: {[dict(one.labels) for one in found]}")
-        return found[0].value
+        series = self.query(expression)
+        if len(series) != 1:
+            raise PrometheusError(f"{expression} gives {len(series)} series: {[dict(entry.labels) for entry in series]}")
+        return series[0].value
 
     def alerts(self, name: str | None = None) -> list[Alert]:
         """The pending and firing alerts, all of them or those of one `name`."""
-        given = self.get("/api/v1/alerts")["alerts"]
-        found = [Alert(one["labels"], one["annotations"], one["state"], float(one["value"])) for one in given]
-        return [alert for alert in found if name in (None, alert.name)]
+        active = self.get("/api/v1/alerts")["alerts"]
+        every = [Alert(alert["labels"], alert["annotations"], alert["state"], float(alert["value"])) for alert in active]
+        return [alert for alert in every if name in (None, alert.name)]
 
     def wait_for_scrapes(self, number: int = 1) -> None:
         """Wait until every target has been scraped at least `number` more times, successfully."""
@@ -173,8 +173,8 @@ class PrometheusServer:
         expected = sum(len(group["targets"]) for job in self.config["scrape_configs"] for group in job["static_configs"])
 
         def scraped() -> bool:
-            found = self.query(f"up[{int(time.time() - since) + 1}s]")
-            return sum(sum(up for at, up in one.points if at > since) >= number for one in found) >= expected
+            series = self.query(f"up[{int(time.time() - since) + 1}s]")
+            return sum(sum(up for at, up in target.points if at > since) >= number for target in series) >= expected
 
         wait_until(scraped, interval_s=0.1)
 
@@ -218,8 +218,8 @@ class PrometheusServer:
 
     def _listening_on(self) -> str:
         self._require_life()
-        found = LISTENING.search(self.log)
-        return found[1] if found else ""
+        match = LISTENING.search(self.log)
+        return match[1] if match else ""
 
     def _is_ready(self) -> bool:
         try:
@@ -264,18 +264,18 @@ def _config(scrape: Sequence[str], rules: Sequence[Path], interval: str, more: M
 def _series(answer: Mapping[str, Any]) -> list[Series]:
     if answer["resultType"] == "scalar":
         return [Series({}, (_point(answer["result"]),))]
-    return [Series(one["metric"], tuple(_point(point) for point in _points(one))) for one in answer["result"]]
+    return [Series(series["metric"], tuple(_point(point) for point in _points(series))) for series in answer["result"]]
 
 
-def _points(one: Mapping[str, Any]) -> Sequence[Any]:
-    several: Sequence[Any] = [*one.get("values", ()), *one.get("histograms", ())]
-    return several or [one[kind] for kind in ("value", "histogram") if kind in one]
+def _points(series: Mapping[str, Any]) -> Sequence[Any]:
+    several: Sequence[Any] = [*series.get("values", ()), *series.get("histograms", ())]
+    return several or [series[kind] for kind in ("value", "histogram") if kind in series]
 
 
-def _point(given: Sequence[Any]) -> tuple[float, float]:
+def _point(pair: Sequence[Any]) -> tuple[float, float]:
     """A native histogram's value is the number of its observations."""
-    value = given[1]["count"] if isinstance(given[1], dict) else given[1]
-    return float(given[0]), float(value)
+    value = pair[1]["count"] if isinstance(pair[1], dict) else pair[1]
+    return float(pair[0]), float(value)
 
 
 TEMPLATE = "prometheus/alertmanager/default.tmpl"
@@ -331,8 +331,8 @@ def start_alertmanager(
     config = yaml.safe_load((ROOT / "deploy" / "alertmanager" / "alertmanager.yml").read_text())
     for route in (config["route"], *config["route"]["routes"]):
         route |= {"group_wait": f"{group_wait_ms}ms", "group_interval": f"{group_wait_ms // 3}ms"}
-    for one in config["receivers"]:
-        one["webhook_configs"][0]["url"] = f"http://{receiver}/"
+    for place in config["receivers"]:
+        place["webhook_configs"][0]["url"] = f"http://{receiver}/"
     path = folder / "alertmanager.yml"
     path.write_text(yaml.safe_dump(config))
     address = f"127.0.0.1:{port}"
@@ -374,8 +374,8 @@ def write(address: str, series: Iterable[tuple[Mapping[str, str], np.ndarray[Any
 
 def _requests(series: Iterable[tuple[Mapping[str, str], Any, Any]]) -> Iterator[tuple[bytes, int]]:
     body, samples = bytearray(), 0
-    for labels, times, given in series:
-        values = np.ascontiguousarray(given, np.float64)
+    for labels, times, numbers in series:
+        values = np.ascontiguousarray(numbers, np.float64)
         there = np.isfinite(values) | (values.view(np.uint64) == _STALE_BITS)
         if not there.any():
             continue
@@ -409,11 +409,11 @@ def _samples(times: Any, values: Any) -> bytes:
 
 
 def _varint(number: int) -> bytes:
-    found = bytearray()
+    encoded = bytearray()
     while number > 0x7F:
-        found.append(number & 0x7F | 0x80)
+        encoded.append(number & 0x7F | 0x80)
         number >>= 7
-    return bytes((*found, number))
+    return bytes((*encoded, number))
 
 
 def _snappy(data: bytes) -> bytes:

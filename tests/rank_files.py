@@ -98,16 +98,16 @@ class File:
         end_ns = BORN_NS + round(seconds * S)
         self.writer.append(number, end_ns, RecordKind.STEP, _FLAGS, 1, duration_s, loss, norm, 1e-3, PHASES_S, 1024, 8)
 
-    def span(self, number: int, seconds: float, attrs: object = None, **given: object) -> None:
+    def span(self, number: int, seconds: float, attrs: object = None, **more: object) -> None:
         """Write the span of a step that ended at a moment of the clock; its number is added to its attributes."""
         header, attrs = self.header, {"duration_s": 0.1, "grad_norm": 1.0} if attrs is None else attrs
-        own = {"step": number, **attrs} if isinstance(attrs, dict) else attrs
+        attributes = {"step": number, **attrs} if isinstance(attrs, dict) else attrs
         end_ns = header.wall_ns - header.monotonic_ns + BORN_NS + round(seconds * S)
         ids = SpanIds(header).step(number)
         scope: dict[str, object] = {"kind": "internal", "scope": ["torchobs", None, None, {}]}
         identity = {"trace_id": ids.trace, "span_id": ids.span, **scope}
         times = {"flags": 1, "t0": end_ns - S, "t1": end_ns, "status": "unset"}
-        self.writer.events.append({"k": "span", "name": SPAN_STEP.name, **identity, **times, "attrs": own, **given})
+        self.writer.events.append({"k": "span", "name": SPAN_STEP.name, **identity, **times, "attrs": attributes, **more})
 
     def set(self, metric: Metric, value: float, scope: Scope | None = None, /, **attributes: object) -> None:
         """Set, add to or observe a series, as its kind wants it; with a scope it is a user's."""
@@ -129,9 +129,9 @@ class File:
 
     def release(self) -> None:
         """Let go of the lock, as the kernel does for a process that is gone. Idempotent."""
-        held, self._lock = self._lock, None
-        if held is not None:
-            files.unlock(held)
+        lock, self._lock = self._lock, None
+        if lock is not None:
+            files.unlock(lock)
 
 
 def live_rank(directory: Path, **resource: str | int) -> FlightWriter:
@@ -143,8 +143,8 @@ def train(writer: FlightWriter, steps: Sequence[int], *, loss: float | None = No
     """Write steps that end now, and everything else that the sampler thread would."""
     for step in steps:
         now_ns = time.monotonic_ns()
-        told = 1.0 / step if loss is None else loss
-        writer.append(step, now_ns, RecordKind.STEP, _FLAGS, 1, 0.1, told, 1.0, 1e-3, PHASES_S, 1024, 8)
+        value = 1.0 / step if loss is None else loss
+        writer.append(step, now_ns, RecordKind.STEP, _FLAGS, 1, 0.1, value, 1.0, 1e-3, PHASES_S, 1024, 8)
     writer.heartbeat()
     writer.fold()
     writer.publish()
@@ -162,9 +162,9 @@ def live_span(writer: FlightWriter, step: int, reason: str = "slow") -> dict[str
     """Write the span of a step of :func:`train` that ended now, as the sampler thread does; return its frame."""
     header, now_ns = writer.header, time.time_ns()
     ids = SpanIds(header)
-    own, run = ids.step(step), ids.run
+    step_id, run = ids.step(step), ids.run
     frame = {
-        "k": "span", "name": SPAN_STEP.name, "trace_id": own.trace, "span_id": own.span, "flags": 1, "kind": "internal",
+        "k": "span", "name": SPAN_STEP.name, "trace_id": step_id.trace, "span_id": step_id.span, "flags": 1, "kind": "internal",
         "t0": now_ns - S // 10, "t1": now_ns, "status": "unset",
         "attrs": {"step": step, "reason": reason, "duration_s": 0.1, "grad_norm": 1.0},
         "links": [[run.trace, run.span, 1, "", {"torchobs.link.relation": "run"}, 0]],
@@ -188,29 +188,29 @@ def clock() -> Clock:
 @pytest.fixture
 def scanner(flight_dir: Path, clock: Clock) -> Iterator[Scanner]:
     """A scanner of the flight directory."""
-    with closing(scanner_of(flight_dir, clock)) as made:
-        yield made
+    with closing(scanner_of(flight_dir, clock)) as directory_scanner:
+        yield directory_scanner
 
 
 @pytest.fixture
 def file(flight_dir: Path) -> Iterator[File]:
     """A living rank's file, not written yet."""
-    made = File(flight_dir).hold()
-    made.beat(1.0)
-    yield made
-    made.release()
+    rank_file = File(flight_dir).hold()
+    rank_file.beat(1.0)
+    yield rank_file
+    rank_file.release()
 
 
 def states(snapshot: Snapshot) -> dict[str, str]:
     """State by rank."""
-    return {one.rank: one.state for one in snapshot.ranks}
+    return {rank.rank: rank.state for rank in snapshot.ranks}
 
 
 def steps(snapshot: Snapshot) -> dict[str, Any]:
     """Steps by rank."""
     return {
-        one.rank: next(value for series, value in one.view.points if series.name == catalog.STEPS.name)
-        for one in snapshot.ranks
+        rank.rank: next(value for series, value in rank.view.points if series.name == catalog.STEPS.name)
+        for rank in snapshot.ranks
     }
 
 

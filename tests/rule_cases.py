@@ -53,8 +53,8 @@ def load(text: str) -> Any:
 
 def document(cases: Path, interval: str) -> dict[str, Any]:
     """The file for promtool, whose rules are `rules.yml` beside it."""
-    given = load(cases.read_text())
-    tests = [_test(case, seconds(interval)) for case in given["tests"]]
+    content = load(cases.read_text())
+    tests = [_test(case, seconds(interval)) for case in content["tests"]]
     return {"rule_files": ["rules.yml"], "evaluation_interval": interval, "tests": tests}
 
 
@@ -68,16 +68,16 @@ def groups_of(files: list[str], *alerts: str) -> dict[str, Any]:
     assert len(needed) == len(alerts)
     for rule in needed:  # grows meanwhile
         asked = _records(rule)
-        needed += [one for group in groups for one in group["rules"] if one.get("record") in asked and one not in needed]
-    found = [{**group, "rules": [rule for rule in group["rules"] if rule in needed]} for group in groups]
-    return {"groups": _in_order([group for group in found if group["rules"]])}
+        needed += [item for group in groups for item in group["rules"] if item.get("record") in asked and item not in needed]
+    kept = [{**group, "rules": [rule for rule in group["rules"] if rule in needed]} for group in groups]
+    return {"groups": _in_order([group for group in kept if group["rules"]])}
 
 
 @cache
 def _groups(text: str) -> list[dict[str, Any]]:
     """The groups of a rule file, which nobody changes."""
-    found: list[dict[str, Any]] = load(text)["groups"]
-    return found
+    groups: list[dict[str, Any]] = load(text)["groups"]
+    return groups
 
 
 def _records(rule: dict[str, Any]) -> set[str]:
@@ -88,20 +88,20 @@ def _records(rule: dict[str, Any]) -> set[str]:
 
 def _in_order(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Each group after those that record what it asks for; groups that ask for each other keep their order."""
-    found: list[dict[str, Any]] = []
+    ordered: list[dict[str, Any]] = []
 
     def add(group: dict[str, Any], above: tuple[str, ...]) -> None:
-        if group in found or group["name"] in above:
+        if group in ordered or group["name"] in above:
             return
         asked = {name for rule in group["rules"] for name in _records(rule)}
         for other in groups:
             if asked & {rule.get("record") for rule in other["rules"]}:
                 add(other, (*above, group["name"]))
-        found.append(group)
+        ordered.append(group)
 
     for group in groups:
         add(group, ())
-    return found
+    return ordered
 
 
 def _test(case: dict[str, Any], interval_s: int) -> dict[str, Any]:
@@ -122,25 +122,25 @@ def _states(case: dict[str, Any]) -> list[dict[str, str]]:
             ranks.setdefault(rank_of(series["series"]), {})[state[1]] = samples_of(series["values"])
     return [
         {"series": f'torchobs_rank_state{{{labels}, state="{state}"}}', "values": " ".join(samples)}
-        for labels, given in ranks.items()
-        for state, samples in _completed(given).items()
+        for labels, states in ranks.items()
+        for state, samples in _completed(states).items()
     ]
 
 
-def _completed(given: dict[str, list[str]]) -> dict[str, list[str]]:
+def _completed(states: dict[str, list[str]]) -> dict[str, list[str]]:
     """The states that are not given: a rank that is in none of those that are lives, if that is not given."""
-    scrapes = list(itertools.zip_longest(*given.values(), fillvalue="_"))
-    seen = [next((sample for sample in scrape if sample not in {"_", STALE}), None) for scrape in scrapes]
+    scrapes = list(itertools.zip_longest(*states.values(), fillvalue="_"))
+    shown = [next((sample for sample in scrape if sample not in {"_", STALE}), None) for scrape in scrapes]
     ended = [STALE if STALE in scrape else "_" for scrape in scrapes]
-    zeros = [end if sample is None else "0" for sample, end in zip(seen, ended, strict=True)]
+    zeros = [end if sample is None else "0" for sample, end in zip(shown, ended, strict=True)]
     alive = [zero if zero != "0" or "1" in scrape else "1" for zero, scrape in zip(zeros, scrapes, strict=True)]
-    return {state: alive if state == "alive" else zeros for state in catalog.RANK_STATES if state not in given}
+    return {state: alive if state == "alive" else zeros for state in catalog.RANK_STATES if state not in states}
 
 
-def _alert(given: dict[str, Any], name: str) -> dict[str, Any]:
-    labels = given["exp_labels"]
+def _alert(alert: dict[str, Any], name: str) -> dict[str, Any]:
+    labels = alert["exp_labels"]
     links = {"runbook_url": f"{values.RUNBOOKS}/{name}.md"}
-    return {"exp_labels": labels, "exp_annotations": {**given["exp_annotations"], **links}}
+    return {"exp_labels": labels, "exp_annotations": {**alert["exp_annotations"], **links}}
 
 
 STALE = "stale"
@@ -151,20 +151,20 @@ def samples_of(values: str) -> list[str]:
     """A series in promtool's notation as one text for each scrape: a number, `_` (none), or `stale`."""
     samples: list[str] = []
     for part in values.split():
-        found = _SAMPLES.match(part)
-        assert found is not None, part
-        first, times = found["first"], int(found["times"] or 0)
+        match = _SAMPLES.match(part)
+        assert match is not None, part
+        first, times = match["first"], int(match["times"] or 0)
         if first in {"_", STALE}:
             samples += [first] * max(times, 1)
         else:
-            step = float(found["step"] or 0)
+            step = float(match["step"] or 0)
             samples += [f"{float(first) + number * step:g}" if step else first for number in range(times + 1)]
     return samples
 
 
 def lasts_s(case: dict[str, Any]) -> int:
     """How long the series of a case last."""
-    return (max(len(samples_of(one["values"])) for one in case["input_series"]) - 1) * seconds(case["interval"])
+    return (max(len(samples_of(series["values"])) for series in case["input_series"]) - 1) * seconds(case["interval"])
 
 
 def ending(case: dict[str, Any], at_s: int, reason: str = "finished") -> list[dict[str, str]]:
@@ -197,11 +197,11 @@ def seen_once(case: dict[str, Any], at_s: int, counted_s: int) -> list[dict[str,
     interval_s = seconds(case["interval"])
     last, counted, before = at_s // interval_s, counted_s // interval_s, max(0, counted_s - 600) // interval_s
     series = []
-    for one in case["input_series"]:
-        samples = samples_of(one["values"])
+    for item in case["input_series"]:
+        samples = samples_of(item["values"])
         if STALE in samples[: counted + 1]:
             return []
-        series.append({"series": one["series"], "values": " ".join([*[samples[before]] * last, samples[counted], STALE])})
+        series.append({"series": item["series"], "values": " ".join([*[samples[before]] * last, samples[counted], STALE])})
     return series
 
 
@@ -286,9 +286,9 @@ class Recording:
     @classmethod
     def load(cls, path: Path) -> Self:
         """What was saved."""
-        given = json.loads(gzip.decompress(path.read_bytes()))
-        loaded = cls(given["times"], spans={name: (began_s, ended_s) for name, (began_s, ended_s) in given["spans"].items()})
-        for series, changes in given["changes"].items():
+        saved = json.loads(gzip.decompress(path.read_bytes()))
+        loaded = cls(saved["times"], spans={name: (began_s, ended_s) for name, (began_s, ended_s) in saved["spans"].items()})
+        for series, changes in saved["changes"].items():
             ends = [*(number for number, _ in changes[1:]), len(loaded.times)]
             for (number, value), end in zip(changes, ends, strict=True):
                 if value:
@@ -371,8 +371,8 @@ def input_series(recording: Recording, run: RecordedRun) -> Iterator[dict[str, s
     seconds = range(0, int((ended_s - began_s) * run.stretch), SCRAPE_S)
     shown = [bisect_right(recording.times, began_s + at_s / run.stretch) - 1 for at_s in seconds]
     for series, shown_values in recording.values.items():
-        found = _RUN_ID.search(series)
-        if found is None or found[1] != run.name:
+        match = _RUN_ID.search(series)
+        if match is None or match[1] != run.name:
             continue
         name = series.partition("{")[0]
         samples = [
@@ -407,8 +407,8 @@ class Told:
 
 def cases(recording: Recording, runs: Sequence[RecordedRun], alerts: Sequence[str], rules: Sequence[Path]) -> str:
     """A file for `promtool test rules` that expects no alert in any minute of all of these runs."""
-    series = [one for run in runs for one in input_series(recording, run)]
-    lasts_s = max(len(one["values"].split()) for one in series) * SCRAPE_S
+    series = [item for run in runs for item in input_series(recording, run)]
+    lasts_s = max(len(item["values"].split()) for item in series) * SCRAPE_S
     checks = [
         {"eval_time": f"{at_s}s", "alertname": alert, "exp_alerts": []} for at_s in range(60, lasts_s, 60) for alert in alerts
     ]
@@ -418,15 +418,15 @@ def cases(recording: Recording, runs: Sequence[RecordedRun], alerts: Sequence[st
 
 def told(output: str) -> list[Told]:
     """The alerts that promtool says it got instead of none, in order of time."""
-    found, at_s, labels = [], 0, {}
+    alerts, at_s, labels = [], 0, {}
     for line in output.splitlines():
         if head := re.match(r"\s+alertname: \w+, time: (\S+),", line):
             at_s = _seconds(head[1])
         elif "Labels:{" in line:
             labels = _pairs(line)
         elif "Annotations:{" in line:
-            found.append(Told(at_s, labels, _pairs(line)))
-    return sorted(found, key=lambda one: one.at_s)
+            alerts.append(Told(at_s, labels, _pairs(line)))
+    return sorted(alerts, key=lambda alert: alert.at_s)
 
 
 def _seconds(duration: str) -> int:

@@ -85,8 +85,8 @@ class Life:
     @property
     def step_s(self) -> Array:
         """Seconds of a step: all ranks wait for the slow one."""
-        found: Array = STEP_S + SLOW_S * self.slow
-        return found
+        seconds: Array = STEP_S + SLOW_S * self.slow
+        return seconds
 
     @property
     def steps(self) -> Array:
@@ -106,8 +106,8 @@ def use(life: Life, state: str) -> Array:
     """Seconds per second of a goodput state: it compiles for a minute, and trains."""
     compiling = (life.age < 60).astype(float)
     data = (1 - compiling) * np.minimum(1, phase(life, "data"))
-    found: Array = {"compile": compiling, "data": data, "productive": 1 - compiling - data}.get(state, 0.0 * life.age)
-    return found
+    share: Array = {"compile": compiling, "data": data, "productive": 1 - compiling - data}.get(state, 0.0 * life.age)
+    return share
 
 
 Shape = Callable[[Life, Mapping[str, str]], "Array | float"]
@@ -166,9 +166,9 @@ def _lives(run: Run, rank: int, began_s: float, ended_s: float, interval_s: floa
 
 def _of(metric: Metric, life: Life) -> Iterator[Series]:
     names = [prometheus_label(attribute.name) for attribute in metric.attributes]
-    for given in itertools.product(*(_values(attribute, life) for attribute in metric.attributes)):
-        of = {attribute.name: value for attribute, value in zip(metric.attributes, given, strict=True)}
-        labels = {"instance": life.instance, "job": "torchobs", **dict(zip(names, given, strict=True))}
+    for combination in itertools.product(*(_values(attribute, life) for attribute in metric.attributes)):
+        of = {attribute.name: value for attribute, value in zip(metric.attributes, combination, strict=True)}
+        labels = {"instance": life.instance, "job": "torchobs", **dict(zip(names, combination, strict=True))}
         if not metric.name.startswith(EXPORTER_S):
             labels |= {"job_name": life.run.job, "run_id": life.run.run}
             if not metric.shared and not metric.name.startswith("torchobs.run."):

@@ -40,8 +40,8 @@ class Words:
         self._bits.cast(self._kind)[: len(values)] = array(self._kind, values)
 
     def tolist(self) -> list[float]:
-        found: list[float] = self._bits.cast(self._kind).tolist()
-        return found
+        numbers: list[float] = self._bits.cast(self._kind).tolist()
+        return numbers
 
 
 class Stored:
@@ -105,8 +105,8 @@ class SlowDevice(Device):
         if again is None:
             return Passed(self)
         again.at_ms = self.now_ms
-        found: Passed = again
-        return found
+        event: Passed = again
+        return event
 
     def numbers(self, size: int, _: torch.device) -> Any:
         assert not self.is_capturing

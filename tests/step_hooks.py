@@ -46,8 +46,8 @@ class StepHooks:
     def __init__(self, *, native: bool, optimizer: Any = OPTIMIZERS[0]) -> None:
         self.calls: list[Any] = []
         self.traced, self.gradients = 0, True
-        made = header(64)
-        self.writer = FlightWriter(made, Storage(memoryview(bytearray(made.file_size))), native=native)
+        new = header(64)
+        self.writer = FlightWriter(new, Storage(memoryview(bytearray(new.file_size))), native=native)
         self.steps = plain = plain_steps(self.writer)
         self.breakers = {name: CircuitBreaker(name) for name in ("step_breaker", "data_breaker", "loss_breaker")}
         plain.step_breaker, plain.data_breaker, plain.loss_breaker = self.breakers.values()
@@ -74,7 +74,7 @@ class StepHooks:
         return self.steps.fetch(lambda of: of.act(), iterator)
 
     def backward(self, *args: Any, act: Callable[[], Any] = lambda: None) -> Any:
-        return self.steps.backward(lambda *_, **given: given["act"](), args, {"act": act})
+        return self.steps.backward(lambda *_, **settings: settings["act"](), args, {"act": act})
 
     def plain(self, optimizer: Any, value: float = 0.5) -> None:
         self.fetch(optimizer)
@@ -85,14 +85,14 @@ class StepHooks:
     def state(self) -> tuple[object, ...]:
         """Return all that hooks leave, but for times."""
         steps = self.steps
-        seen = {name: repr(getattr(steps, name)) for name in PUBLIC if name not in _GIVEN | _TIMES}
+        shown = {name: repr(getattr(steps, name)) for name in PUBLIC if name not in _GIVEN | _TIMES}
         trace = [stamp & 15 for stamp in steps.trace]
         records = [unpack(raw, self.writer.header.seed) for raw in self.writer._recent]
         written = [
-            None if made is None else (made.step, made.kind, made.flags, repr(made[7:10]), made.tokens) for made in records
+            None if step is None else (step.step, step.kind, step.flags, repr(step[7:10]), step.tokens) for step in records
         ]
         breakers = [(breaker.is_open, breaker.errors) for breaker in self.breakers.values()]
-        return seen, trace, bool(steps.called_ns), written, breakers, list(self.calls)
+        return shown, trace, bool(steps.called_ns), written, breakers, list(self.calls)
 
 
 def outcome(function: Callable[..., Any], *args: Any, **kwargs: Any) -> object:
@@ -111,24 +111,24 @@ def ready(*, native: bool, optimizer: Any = OPTIMIZERS[0]) -> StepHooks:
     return hooks
 
 
-def perform(hooks: StepHooks, optimizer: Any, what: str, *given: Any) -> object:
+def perform(hooks: StepHooks, optimizer: Any, what: str, *arguments: Any) -> object:
     """Do it; return what comes of it."""
     if what == "set":
-        owner: Any = hooks if hasattr(hooks, given[0]) else hooks.breakers.get(given[0], hooks.steps)
-        setattr(owner, "is_open" if given[0] in hooks.breakers else given[0], given[1])
+        owner: Any = hooks if hasattr(hooks, arguments[0]) else hooks.breakers.get(arguments[0], hooks.steps)
+        setattr(owner, "is_open" if arguments[0] in hooks.breakers else arguments[0], arguments[1])
         return None
     if what == "boundaries":
-        return hooks.steps.trace.extend(given[0])  # type: ignore[func-returns-value]
+        return hooks.steps.trace.extend(arguments[0])  # type: ignore[func-returns-value]
     if what == "plain":
-        return outcome(hooks.plain, optimizer, *given)
+        return outcome(hooks.plain, optimizer, *arguments)
     if what in {"before_step", "after_step", "append"}:
-        return outcome(getattr(hooks.steps, what), *given)
+        return outcome(getattr(hooks.steps, what), *arguments)
 
     def act() -> int:
-        if isinstance(given[-1], Exception):
-            raise given[-1]
+        if isinstance(arguments[-1], Exception):
+            raise arguments[-1]
         return 7
 
     if what == "fetch":
-        return outcome(hooks.fetch, given[0], act=act)
-    return outcome(hooks.backward, *given[0], act=act)
+        return outcome(hooks.fetch, arguments[0], act=act)
+    return outcome(hooks.backward, *arguments[0], act=act)

@@ -52,9 +52,9 @@ def hold(until: str) -> None:
             pass  # a signal came
 
 
-def obey(given: list[str]) -> None:
+def obey(order: list[str]) -> None:
     """Do what was said."""
-    match given:
+    match order:
         case ["hold", until]:
             hold(until)
         case ["become", uid]:
@@ -66,13 +66,13 @@ def train(obey: Callable[[list[str]], None]) -> None:
     model = torch.nn.Linear(8, 8)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     threading.Thread(target=read, daemon=True).start()
-    given: list[str] = []
-    while given != ["end"]:
+    order: list[str] = []
+    while order != ["end"]:
         step(model, optimizer)
-        given = words.get_nowait() if not words.empty() else []
-        if given:
-            obey(given)
-            tell(given[0])
+        order = words.get_nowait() if not words.empty() else []
+        if order:
+            obey(order)
+            tell(order[0])
 
 
 def main() -> None:

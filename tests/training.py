@@ -106,10 +106,10 @@ def recording(flight_dir: Path, **overrides: object) -> Iterator[Recording]:
     """Yield a recording that measures the norm in every step; check that no probe failed."""
     session = torchobs.init(flight_dir=flight_dir, **{"grad_interval": 1, **overrides})
     assert session.active
-    found = Recording(session)
+    run = Recording(session)
     try:
-        yield found
-        assert found.errors() == []
+        yield run
+        assert run.errors() == []
     finally:
         torchobs.shutdown()
 
@@ -188,12 +188,12 @@ class Extreme:
         self.probe._pace.fixed = self.probe._pace.interval = 1
 
     def stats(self) -> dict[str, dict[str, float]]:
-        found: dict[str, dict[str, float]] = {}
+        statistics: dict[str, dict[str, float]] = {}
         for (name, *attributes), value in self.run.look().items():
             for field, metric in METRICS.items():
                 if name == metric.name:
-                    found.setdefault(attributes[0], {})[field] = value
-        return found
+                    statistics.setdefault(attributes[0], {})[field] = value
+        return statistics
 
 
 def hooks(model: nn.Module) -> int:
@@ -218,7 +218,7 @@ def outputs_of(model: nn.Module, inputs: torch.Tensor, module: nn.Module) -> tor
     """What a module put out when the model was called last with these inputs, computed apart."""
     kept: list[torch.Tensor] = []
     twin = copy.deepcopy(model)
-    path = next(name for name, each in model.named_modules() if each is module)
+    path = next(name for name, candidate in model.named_modules() if candidate is module)
     twin.get_submodule(path).register_forward_hook(lambda _module, _args, output: kept.append(output))
     twin(inputs)
     return kept[0]

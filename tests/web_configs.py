@@ -74,10 +74,10 @@ STRICTER = (
 
 def certify(openssl: str, directory: Path, name: str) -> Path:
     """Make a certificate of 127.0.0.1 that stands for itself, `<name>.pem`, and its key, `<name>.key`; return the former."""
-    made = directory / f"{name}.pem"
+    path = directory / f"{name}.pem"
     subprocess.run(
         [openssl, "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2",
-         "-subj", f"/CN={name}", "-addext", "subjectAltName=IP:127.0.0.1", "-keyout", directory / f"{name}.key", "-out", made],
+         "-subj", f"/CN={name}", "-addext", "subjectAltName=IP:127.0.0.1", "-keyout", directory / f"{name}.key", "-out", path],
         check=True, capture_output=True,
     )  # fmt: skip
-    return made
+    return path

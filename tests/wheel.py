@@ -18,9 +18,9 @@ import torchobs
 
 def contents(folder: Path) -> dict[str, bytes]:
     """The files of a package by their path inside it, but for what Python, compilers and editors make of them."""
-    made = ("__pycache__", ".so")
-    found = (path for path in folder.rglob("*") if path.is_file() and not {*path.parts, path.suffix}.intersection(made))
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in found}
+    generated = ("__pycache__", ".so")
+    paths = (path for path in folder.rglob("*") if path.is_file() and not {*path.parts, path.suffix}.intersection(generated))
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
 
 
 def expected(checkout: Path) -> dict[str, bytes]:
@@ -37,8 +37,8 @@ def main(checkout: Path) -> str:
     ours, theirs = expected(checkout), contents(installed)
     if different := sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name)):
         return f"the wheel lacks, or has otherwise than the checkout: {different}"
-    found = pkgutil.walk_packages(torchobs.__path__, "torchobs.")
-    names = [one.name for one in found if not one.name.endswith("__main__")]  # whose import runs nothing
+    modules = pkgutil.walk_packages(torchobs.__path__, "torchobs.")
+    names = [module.name for module in modules if not module.name.endswith("__main__")]  # whose import runs nothing
     for name in names:
         importlib.import_module(name)
     declared = list(distribution("torchobs").entry_points)
