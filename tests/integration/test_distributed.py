@@ -296,7 +296,6 @@ def test_the_verdict_needs_batches_and_losses() -> None:
     assert same_batches({"0": {1: batches}, "1": {1: batches}}) == 1
     assert same_batches({"0": {1: batches}, "1": {1: batches[::-1]}}) is None
     assert same_batches({"0": {1: [1.0] * 8}, "1": {1: [1.0] * 8}}) is None
-    assert same_batches({"0": {1: batches}}) is None
 
 
 _WEIGHTS = """

@@ -189,6 +189,8 @@ def test_the_rank_from_which_a_nan_came_is_shown_and_missing_ones_are_counted() 
     many = [facts(steps(10), resource={"rank": n, "local_world_size": 8}) for n in range(6)]
     (missing,) = (finding for finding in compare(run_at_end(many).ranks) if finding.kind == "ranks_missing")
     assert missing.long.startswith("6 of the 8 ranks of this machine are here")
+    pauses = [rank(number, phases={**PHASES, phase: 0.1}) for number, phase in enumerate(("other", "between"))]
+    assert not compare(pauses), "the same pause is counted as one on this rank, and as the other on that"
 
 
 # --- standing still ---------------------------------------------------------------------------------------------------------

@@ -79,17 +79,17 @@ def _apart(ranks: Sequence[RankView]) -> Iterator[Finding]:
 
     It is not certain then which rank is slow: the time that one spends in forward another may wait in backward, or the reverse.
     """
-    paces = {rank.rank: rank.pace for rank in ranks if rank.pace and rank.pace.steps >= LEAST_STEPS}
+    # between two steps is one thing with other: which of them a pause is counted as differs from rank to rank
+    paces = [(rank.rank, rank.pace.phases_s) for rank in ranks if rank.pace and rank.pace.steps >= LEAST_STEPS]
     if len(paces) < max(2, len(ranks)):
         return
-    spread = [max(column) - min(column) for column in zip(*(pace.phases_s for pace in paces.values()), strict=True)]
+    rows = {name: (*phases_s[:-2], sum(phases_s[-2:])) for name, phases_s in paces}
+    spread = [max(column) - min(column) for column in zip(*rows.values(), strict=True)]
     phase = max(range(len(spread)), key=spread.__getitem__)
-    more, less = (choose(paces, key=lambda name: paces[name].phases_s[phase]) for choose in (max, min))
-    long, short = paces[more], paces[less]
-    whole_s = sum(long.phases_s)
-    if spread[phase] < max((SLOW - 1) * whole_s, LEAST_EXCESS_S) or abs(whole_s - sum(short.phases_s)) > spread[phase] / 2:
+    more, less = (choose(rows, key=lambda name: rows[name][phase]) for choose in (max, min))
+    long, short = rows[more], rows[less]
+    if spread[phase] < max((SLOW - 1) * sum(long), LEAST_EXCESS_S) or abs(sum(long) - sum(short)) > spread[phase] / 2:
         return
-    elsewhere = max(range(len(spread)), key=lambda index: short.phases_s[index] - long.phases_s[index])
-    up = any(rank.up for rank in ranks)
-    values = {"up": up, "phase": PHASES[phase], "own": long.phases_s[phase], "elsewhere": PHASES[elsewhere]}
-    yield finding("ranks_wait", rank=more, other=less, others_s=short.phases_s[elsewhere], **dict[str, Any](values))
+    elsewhere = max(range(len(spread)), key=lambda index: short[index] - long[index])
+    values = {"up": any(rank.up for rank in ranks), "phase": PHASES[phase], "elsewhere": PHASES[elsewhere]}
+    yield finding("ranks_wait", rank=more, other=less, own=long[phase], others_s=short[elsewhere], **dict[str, Any](values))
