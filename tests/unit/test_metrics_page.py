@@ -34,7 +34,8 @@ PROMETHEUS_3 = (
     "text/plain;version=1.0.0;escaping=allow-utf-8;q=0.3,text/plain;version=0.0.4;q=0.2,*/*;q=0.1"
 )
 ACCEPTED = {"": PLAIN, "application/json": PLAIN, ";;;,,,=": PLAIN, "application/openmetrics-text": OPENMETRICS_TYPE}
-ACCEPTED |= {"text/plain;q=0.2,application/openmetrics-text;q=0.3": OPENMETRICS_TYPE, PROMETHEUS_3: OPENMETRICS_TYPE}
+ACCEPTED |= {"text/plain;version=:": PLAIN, "text/plain;q=0.2,application/openmetrics-text;q=0.3": OPENMETRICS_TYPE}
+ACCEPTED |= {PROMETHEUS_3: OPENMETRICS_TYPE}
 
 
 @for_each({accept: (accept, content_type) for accept, content_type in ACCEPTED.items()})

@@ -154,7 +154,7 @@ def negotiate(accept: str) -> Format:
     """Return OpenMetrics where an ``Accept`` header has it, as prometheus-client decides, else the classic text format."""
     try:
         _, content_type = exposition.choose_encoder(accept)
-    except ValueError:  # a version that is none
+    except (TypeError, ValueError):  # a version that is none
         return TEXT
     return OPENMETRICS if content_type.startswith("application/openmetrics-text") else TEXT
 
