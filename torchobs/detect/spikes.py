@@ -103,7 +103,7 @@ _LARGEST_EXPONENT = 709.0
 def leaves_start(value: float, start: float, count: int) -> bool:
     """Return whether a value among the first ``WARM_UP`` is orders of magnitude above the first ones.
 
-    ``start`` is the greatest magnitude among the first ``START`` of the ``seen`` earlier values, without those for which this
+    ``start`` is the greatest magnitude among the first ``START`` of the ``count`` earlier values, without those for which this
     was true. A learning rate that is wrong from the start takes the loss from 2.3 to 1.5e10 before any baseline is learned.
     """
     scale = max(abs(start), LEAST_SCALE)
@@ -176,7 +176,7 @@ class Bursts:
 
 
 def judge(value: float, mean: float, variance: float, count: int, least_excess: float) -> tuple[bool, float, float, int]:
-    """Judge one finite value against its baseline and return ``(is_high, mean, variance, seen)`` updated.
+    """Judge one finite value against its baseline and return ``(is_high, mean, variance, count)`` updated.
 
     ``least_excess`` is the smallest distance above the mean that counts, in the value's own unit. A value moves the baseline by
     at most 3 standard deviations (winsorised), so that one outlier does not hide the next. A lasting new level is a spike for

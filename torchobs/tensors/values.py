@@ -71,9 +71,9 @@ def is_finite(tensor: Any) -> bool:
 
 
 def explains(operand: Any, result: Any) -> bool:
-    """Return whether the samples of ``made`` that are not finite are so in ``given``, too. It waits for a device.
+    """Return whether the samples of ``result`` that are not finite are so in ``operand``, too. It waits for a device.
 
-    Samples lie along the first dimension of ``given``, and along one of the same length of ``made``.
+    Samples lie along the first dimension of ``operand``, and along one of the same length of ``result``.
     """
     operand, result = plain(operand), plain(result)
     if operand is None or result is None or not operand.dim() or not operand.numel():
