@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-CEILINGS = {"torchobs": (64_475, 271), "tests": (52_975, 252)}
+CEILINGS = {"torchobs": (64_450, 271), "tests": (52_960, 252)}
 """Lines of Python and files, by folder"""
 
 

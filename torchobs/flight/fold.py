@@ -142,7 +142,7 @@ def _store(totals: Totals, words: _Words, past: UsualValues) -> None:
 
 
 def _report(past: UsualValues, words: _Words, spikes: list[Candidate], anomalies: list[Anomaly]) -> int:
-    """Append these spikes to ``found``; return their number."""
+    """Append these spikes to ``anomalies``; return their number."""
     unit = exp if words.logs else float
     for candidate in spikes:
         add_anomaly(anomalies, words.kind, candidate, unit(candidate.value), unit(past.usual))
@@ -269,7 +269,7 @@ _NORM_KINDS = (NONFINITE_GRADIENT, GRADIENT_EXPLOSION, GRADIENT_VANISHING)
 
 
 def fold(totals: Totals, records: Sequence[StepRecord], anomalies: list[Anomaly] | None = None) -> None:
-    """Add ``records``, in ring order, to ``totals``; anomalies are appended to ``found``. Pure: no clock, no I/O.
+    """Add ``records``, in ring order, to ``totals``; anomalies are appended to the list. Pure: no clock, no I/O.
 
     Each subject is one pass over the batch with its state in local variables: item access through a memoryview costs as
     much as the arithmetic, and at a thousand steps a second the sampler's use of the GIL slows training. The result is

@@ -206,7 +206,7 @@ def begin_model(totals: Totals, step: int) -> None:
 
 
 def add_anomaly(anomalies: list[Anomaly], kind: int, record: StepRecord | Candidate, value: float, baseline: float) -> None:
-    """Append an anomaly to ``found``."""
+    """Append an anomaly to ``anomalies``."""
     anomalies.append(Anomaly(catalog.ANOMALY_KINDS[kind], record.step, record.end_ns, value, baseline))
 
 

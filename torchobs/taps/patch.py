@@ -171,7 +171,7 @@ def leads_to(function: Any, wanted: Any) -> bool:
 
 
 def _referred(target: Any) -> Iterator[Any]:
-    """Yield the objects that a call of ``found`` may call."""
+    """Yield the objects that a call of ``target`` may call."""
     if isinstance(target, FunctionType):
         yield from _of_function(target)
     elif isinstance(target, (MethodType, staticmethod, classmethod)):
