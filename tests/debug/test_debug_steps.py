@@ -323,15 +323,12 @@ wrong: Any = debug
 BATCH = torch.zeros(1, 2)
 
 
-def _model() -> nn.Module:
-    return nn.Linear(2, 1)
-
-
 WRONG: dict[str, Callable[[], Any]] = {
     r"inspect_tensor\(\) takes a torch.Tensor, not list": lambda: wrong.inspect_tensor([1.0]),
-    "takes a torch.optim.Optimizer, not function": lambda: wrong.training_step(_model(), BATCH, None, functional.mse_loss),
-    "an optimizer that has the model's parameters": lambda: wrong.training_step(_model(), BATCH, None, SGD),
-    r"memory_by_module\(\) takes an optimizer that": lambda: wrong.memory_by_module(_model(), None, None, SGD),
+    "one of torch.optim over the model's.*not function": lambda: wrong.training_step(MODEL, BATCH, None, functional.mse_loss),
+    "the optimizer has none of the model's parameters": lambda: wrong.training_step(nn.Linear(2, 1), BATCH, None, SGD),
+    "LBFGS calls a closure": lambda: wrong.training_step(MODEL, BATCH, None, torch.optim.LBFGS(MODEL.parameters())),
+    r"memory_by_module\(\) takes an optimizer that": lambda: wrong.memory_by_module(nn.Linear(2, 1), None, None, SGD),
     "'auto', or a dtype, not 'half'": lambda: wrong.training_step(MODEL, batch(), functional.mse_loss, SGD, amp="half"),
     "not tuple": lambda: wrong.profile((torch.zeros(3), torch.zeros(3))),
     "loss_fn is a function, .* or loss_fn.output, target., not int": lambda: wrong.training_step(MODEL, BATCH, 3, SGD),
@@ -345,7 +342,7 @@ WRONG: dict[str, Callable[[], Any]] = {
     "one element, not the shape": lambda: wrong.training_step(MODEL, batch()[0], lambda y: y, SGD),
     "the loss has no graph": lambda: wrong.backward_pass(MODEL, torch.ones(1)),
     "takes a loss of one number, not .*: reduce it, or leave it out": lambda: wrong.check_gradients(MODEL, torch.ones(3)),
-    "a batch with a tensor of at least one sample": lambda: wrong.memory_by_module(_model(), {"texts": ["a"]}),
+    "a batch with a tensor of at least one sample": lambda: wrong.memory_by_module(nn.Linear(2, 1), {"texts": ["a"]}),
     "no directory": lambda: wrong.profile(lambda: None, trace="absent/x.json"),
     "are logged to 'torchobs.debug' already": lambda: wrong.logging_bridge(logging.getLogger("torchobs.debug")),
 }

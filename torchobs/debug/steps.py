@@ -20,7 +20,7 @@ from torchobs.debug.gradients import EXPLODING, VANISHING, GradientCheck, check_
 from torchobs.detect.spikes import Divergence, NormBaseline, UsualValues
 from torchobs.support.result import Checked, Problem
 from torchobs.tensors.batches import call, walk
-from torchobs.tensors.losses import compute_loss, parameters_of
+from torchobs.tensors.losses import check_trained, compute_loss
 from torchobs.tensors.running import evaluating
 from torchobs.tensors.statistics import Rows, TensorRow, norm_of
 
@@ -348,7 +348,7 @@ def training_step(  # noqa: PLR0913  # what a training loop is made of
         batch: a tensor, a mapping of keyword arguments, or a tuple of arguments; the last may be the target for ``loss_fn``.
         loss_fn: ``loss_fn(model, batch)``, which calls the model, or ``loss_fn(output, target)``, or ``loss_fn(output)``, by
             the name of its first parameter. ``None``: the output's own ``loss``, or the sum of its tensors.
-        optimizer: one with the model's parameters. One that needs a closure (LBFGS) raises.
+        optimizer: one with the model's parameters; LBFGS, which needs a closure, is refused.
         target: for ``loss_fn(output, target)``; without it, the last item of a batch that is a tuple, else the batch.
         scaler: a ``torch.amp.GradScaler`` that scales, steps and updates.
         amp: autocast of forward and loss: ``"bf16"``, ``"fp16"``, ``"off"``, ``"auto"`` (bf16 where the device has it, else
@@ -362,11 +362,8 @@ def training_step(  # noqa: PLR0913  # what a training loop is made of
         ValueError: the loss has more than one element, or nothing to differentiate; a threshold is not above 0; the optimizer
             has other parameters; the model is on the device meta.
     """
-    tensors.require_model(model, "training_step")
-    tensors.require_optimizer(optimizer, model, "training_step")
+    check_trained(model, optimizer=optimizer, **({} if loss_fn is None else {"loss_fn": loss_fn}))
     tensors.require_scaler(scaler, "training_step", "scale")
-    if loss_fn is not None:
-        parameters_of(loss_fn)
     limit = _exploding_norm(model) if exploding is None else exploding
     require_positive(limit)
     autocast = _autocast(model, amp)
