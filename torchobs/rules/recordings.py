@@ -146,8 +146,8 @@ def gone(reasons: str = "", *matchers: str) -> str:
 
 def _left_at() -> str:
     """Return when ranks were first seen to have left in order, remembered while others of their run go on."""
-    seen = f"last_over_time({LEFT_AT}[{GONE}]) or 0 * ({gone('|'.join(NO_FAULT))}) + time()"
-    return f"({seen}) unless on ({ONE_NUMBER}) {select(catalog.RANK_UP)} == 1 and {ON_RUN} {ALIVE} > 0"
+    moments = f"last_over_time({LEFT_AT}[{GONE}]) or 0 * ({gone('|'.join(NO_FAULT))}) + time()"
+    return f"({moments}) unless on ({ONE_NUMBER}) {select(catalog.RANK_UP)} == 1 and {ON_RUN} {ALIVE} > 0"
 
 
 def _left() -> str:
