@@ -350,8 +350,9 @@ def exporter(path: str | None, address: str) -> Check:
     answers = {url: _ready(url) for url in urls}
     for url, answer in answers.items():
         if answer in {"", _WANTS_CERTIFICATE}:
-            whose = f"; it has not said whether it serves {path}" if path is not None and not announced else ""
-            return Check("exporter", OK, f"{text_format.clean(url)} {f'has TLS: {answer}' if answer else 'is ready'}{whose}")
+            state = f"has TLS: {answer}" if answer else "is ready"
+            doubt = f"; it has not said whether it serves {path}" if path is not None and not announced else ""
+            return Check("exporter", OK, f"{text_format.clean(url)} {state}{doubt}")
     if announced:
         text = f"{text_format.clean(announced.url)} was announced and does not answer ({answers[announced.url]})"
         return Check("exporter", FAIL, text, f"see {path}/exporter.log")

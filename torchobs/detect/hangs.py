@@ -306,7 +306,8 @@ def place(steps: int, phase: str) -> float:
 
 def waits(frames: Sequence[str]) -> bool:
     """Return whether these frames, the innermost first, are of a thread in a collective."""
-    return any(sign in frame for sign in _WAITS for frame in frames[:1]) or any(_COLLECTIVES in frame for frame in frames)
+    innermost = frames[0] if frames else ""
+    return any(sign in innermost for sign in _WAITS) or any(_COLLECTIVES in frame for frame in frames)
 
 
 def _not_arrived(ranks: Mapping[str, Position]) -> set[str]:
